@@ -43,7 +43,6 @@ NAMES = {
     "dynatree": "policy `dynatree`",
 }
 LLAMA_CPP = "llama.cpp"
-NAMES_OF_TREES = {"random": "random", "dyspec": "DySpec's"}
 
 
 @cache
@@ -361,24 +360,3 @@ def other_machines(kind: str) -> str:
     """What was measured elsewhere, with older code: "one user" or "many clients"."""
     rows: dict[str, list[dict[str, str]]] = json.loads((HERE / "other_machines.json").read_text())
     return markdown(rows[kind])
-
-
-def block_counts() -> str:
-    """Blocks of tree attention by the order of a tree's nodes."""
-    counts = json.loads((HERE / "gpu" / "results" / "blocks.json").read_text())["counts"]
-    rows = [
-        {
-            "tree": NAMES_OF_TREES[each["trees"]],
-            "rows": each["rows"],
-            "dense": each["dense"],
-            "causal": each["causal"],
-            "random order": each["blocks"]["random"],
-            "as grown": each["blocks"]["grown"],
-            "breadth first": each["blocks"]["breadth_first"],
-            "depth first": each["blocks"]["depth_first"],
-            "pairs": f"{each['path_pairs_per_depth_first_pair']:.2f}",
-        }
-        for each in counts
-        if each["block"] == 32 and each["prefix"] == 0
-    ]
-    return markdown([{name: str(value) for name, value in row.items()} for row in rows])

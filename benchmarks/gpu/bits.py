@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from keeping import NO_GPU, Bound, Measured, NotMeasuredError
+from keeping import Bound, Measured
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -23,7 +23,7 @@ from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.decisions import choices_by_triton, chosen, ranking, ranks_by_triton
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
-from dynatree.engine.gpu.tree_attention import by_triton, tile_rows
+from dynatree.engine.gpu.tree_attention import by_torch, by_triton, tile_rows
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.sampling.device_noise import by_triton as noise_by_triton
 from dynatree.engine.sampling.device_noise import seed_bits
@@ -36,8 +36,8 @@ ROWS = (32, 64, 128, 256)
 LINEAR = ((2560, 7680, True), (2560, 2560, True), (2560, 10240, True), (10240, 2560, True), (2560, 50304, False))
 TINY_LINEAR = ((64, 192, True), (64, 512, False))
 LONGEST = 2304  # slots of a session: its context, and a tree
+KERNELS = partial(by_triton, longest=LONGEST)
 NODES, TINY_NODES = 9, 5  # of the chain that is compared
-LAYERS = 32
 MOST_EPS = {torch.float32: 16.0}  # a GPU's 2 ** x alone is 2 units off; other types: 8
 
 
@@ -61,17 +61,9 @@ def linear_bits(context: Context) -> Measured:
             found.append({"inputs": inputs, "outputs": outputs, "bias": has_bias, "rows": rows, "differing": differing})
     by_rows = {rows: sum(each["differing"] for each in found if each["rows"] == rows) for rows in ROWS}
     equal = [rows for rows, differing in by_rows.items() if not differing]
-    answer = (
-        f"(a) Rows of linear layers in bfloat16 have equal bits wherever they stand, at R = {_listed(equal)}."
-        if equal
-        else "(a) Rows of linear layers in bfloat16 do NOT have equal bits wherever they stand, at any R."
-    )
-    others = [f"R = {rows}: {differing} rows differ" for rows, differing in by_rows.items() if differing]
-    return Measured(
-        {"layers": found, "rows with equal bits": equal},
-        [answer, *others],
-        [Bound(f"differing rows at R = {rows}", differing, most=0) for rows, differing in by_rows.items()],
-    )
+    says = f"(a) Rows of linear layers in bfloat16 have equal bits wherever they stand, at R = {equal or 'NONE'}."
+    bounds = [Bound(f"differing rows at R = {rows}", differing, most=0) for rows, differing in by_rows.items()]
+    return Measured({"layers": found, "rows with equal bits": equal}, [says], bounds)
 
 
 def _moved_rows(weight: Tensor, bias: Tensor | None, rows: int, generator: torch.Generator) -> int:
@@ -142,13 +134,9 @@ def attention_bits(context: Context) -> Measured:
         differing = {root: _differing_tokens(shape, root, context) for root in roots}
         found.append({"shape": str(shape), "differing": differing})
     wrong = [f"{each['shape']}: {root}" for each in found for root, count in each["differing"].items() if count]
-    answer = (
-        "(b) A token's attention does NOT have equal bits in a tree and alone: " + "; ".join(wrong[:6])
-        if wrong
-        else f"(b) A token's attention has equal bits in a tree and alone: {len(found)} shapes, {len(roots)} roots."
-    )
+    says = f"(b) A token's attention has equal bits in a tree and alone, except at {wrong[:6] or 'none'}."
     total = sum(sum(each["differing"].values()) for each in found)
-    return Measured({"shapes": found}, [answer], [Bound("tokens whose attention differs", total, most=0)])
+    return Measured({"shapes": found}, [says], [Bound("tokens whose attention differs", total, most=0)])
 
 
 def _differing_tokens(shape: Heads, root: int, context: Context) -> int:
@@ -176,18 +164,23 @@ def _differing_tokens(shape: Heads, root: int, context: Context) -> int:
 
 
 def _attended(
-    numbers: Sequence[Tensor], layer: Tensor, sizes: RowSizes, segments: Sequence[Segment], scale: float
+    numbers: Sequence[Tensor],
+    layer: Tensor,
+    sizes: RowSizes,
+    segments: Sequence[Segment],
+    scale: float,
+    by: Callable[..., Tensor] = KERNELS,
 ) -> Tensor:
     """The attention of a forward of fixed rows; padding repeats the first row's numbers."""
     [pieces] = sizes.cut(segments)
     buffers = RowBuffers(sizes, layer.shape[2] - 1, layer.device)
     buffers.fill(segments, pieces)
     padded = [torch.cat([each, each[:, :1].expand(-1, sizes.rows - each.shape[1], -1)], 1) for each in numbers]
-    return by_triton(padded[0], padded[1], padded[2], layer, buffers.plan, LONGEST, Scores(scale))
+    return by(*padded, layer, buffers.plan, scores=Scores(scale))
 
 
 def attention_in_float64(context: Context) -> Measured:
-    """The largest difference of the kernels from float64, in units of the type's rounding, over ragged forwards."""
+    """The largest difference of the kernels from torch in float64, in units of the type's rounding."""
     found: list[dict[str, Any]] = []
     worst: dict[torch.dtype, float] = {}
     for shape in shapes(context):
@@ -209,8 +202,10 @@ def attention_in_float64(context: Context) -> Measured:
             layer[:, :, committed] = _random(size, shape.dtype, device, generator)
         sizes = RowSizes(32, tile_rows(shape.heads, shape.kv_heads), 4)
         scale = shape.dim**-0.5
+        wide = [each.double() for each in numbers]
+        expected = _attended(wide, layer.double(), sizes, segments, scale, by_torch)
         output = _attended(numbers, layer, sizes, segments, scale)
-        error = (output[:used].double() - _in_float64(numbers[0], layer, segments, scale)).abs().max().item()
+        error = (output[:used].double() - expected[:used]).abs().max().item()
         error = error if math.isfinite(error) else math.inf
         found.append({"shape": str(shape), "error": error, "in eps": error / torch.finfo(shape.dtype).eps})
         worst[shape.dtype] = max(worst.get(shape.dtype, 0.0), found[-1]["in eps"])
@@ -219,84 +214,6 @@ def attention_in_float64(context: Context) -> Measured:
         for dtype, eps in worst.items()
     ]
     return Measured({"shapes": found}, [f"{len(found)} shapes; slots that nobody may read hold NaN"], bounds)
-
-
-def _in_float64(query: Tensor, layer: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
-    """`[rows, heads, dim]` from the stored keys and values, by the definition."""
-    group = query.shape[0] // layer.shape[1]
-    outputs: list[Tensor] = []
-    for segment in segments:
-        for index in range(len(segment.token_ids)):
-            slots = [segment.kv.start + slot for slot in _visible(segment, index)]
-            keys, values = (each.double().repeat_interleave(group, 0) for each in layer[:, :, slots])
-            weights = torch.einsum("hd,hpd->hp", query[:, len(outputs)].double() * scale, keys).softmax(-1)
-            outputs.append(torch.einsum("hp,hpd->hd", weights, values))
-    return torch.stack(outputs)
-
-
-def _visible(segment: Segment, row: int) -> list[int]:
-    if segment.mask is None:
-        return list(range(segment.start + row + 1))
-    before = segment.stop - segment.mask.shape[1]
-    return [*range(before), *(before + slot for slot in segment.mask[row].nonzero()[:, 0].tolist())]
-
-
-def attention_times(context: Context) -> Measured:
-    """Microseconds of a layer's attention in a graph, for 64 rows of the 2.8B shape: what empty programs cost."""
-    if not context.on_gpu:
-        raise NotMeasuredError(NO_GPU)
-    shape, rows = Heads(32, 32, 80, torch.bfloat16), 64
-    generator = torch.Generator("cuda").manual_seed(1)
-    layer = _random((2, 32, 40000, 80), torch.bfloat16, torch.device("cuda"), generator)
-    numbers = _query_key_value(shape, rows, generator)
-    found = []
-    for sessions in (1, 16, 32):
-        for length in (128, 1000, 2000):
-            segments = [_tree(KVRange(0, LONGEST), length, _bushy(rows - 1, seed=1))]
-            sizes = RowSizes(rows, 16, sessions)
-            [pieces] = sizes.cut(segments)
-            buffers = RowBuffers(sizes, 39999, layer.device)
-            buffers.fill(segments, pieces)
-
-            def layers(plan: Any = buffers.plan) -> None:
-                for _ in range(LAYERS):
-                    by_triton(numbers[0], numbers[1], numbers[2], layer, plan, LONGEST, Scores(0.1))
-
-            micros = 1e6 * graph_seconds(layers) / LAYERS
-            found.append({"sessions": sessions, "length": length, "microseconds": round(micros, 2)})
-    says = [
-        f"attention of a layer, graph for {each['sessions']} sessions, {each['length']} tokens before the tree: "
-        f"{each['microseconds']:.1f} us"
-        for each in found
-    ]
-    return Measured({"rows": rows, "times": found}, says)
-
-
-def graph_seconds(work: Any, replays: int = 20) -> float:
-    """The median seconds of what a graph replays, by events of the device."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    return event_seconds(graph.replay, replays)
-
-
-def event_seconds(work: Any, calls: int = 20) -> float:
-    """The median seconds of a call on the device, by its events, after one that does not count."""
-    work()
-    times = []
-    for _ in range(calls):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) / 1000)
-    return median(times)
 
 
 def _query_key_value(shape: Heads, rows: int, generator: torch.Generator) -> list[Tensor]:
@@ -325,15 +242,11 @@ def _random(size: tuple[int, ...], dtype: torch.dtype, device: Any, generator: t
     return torch.randn(size, generator=generator, device=device).to(dtype)
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 # Noise
 
 
 def noise(context: Context) -> Measured:
-    """The device's random bits and Gumbel noise beside numpy's."""
+    """The device's Gumbel noise beside numpy's; with other random bits it would be far from it."""
     vocabulary = 2050 if context.sizes.tiny else 50304
     seeds, positions = (0, 1, 2**63, 2**64 - 1), (0, 1, 2047, 2**31 - 2)
     places = [(seed, position) for seed in seeds for position in positions]
@@ -343,12 +256,10 @@ def noise(context: Context) -> Measured:
     noise_by_triton(drawn, given, at, int(NoiseStream.CHOICE))
     expected = torch.stack([gumbel(seed, position, vocabulary) for seed, position in places]).numpy()
     steps = np.abs(_ordered(drawn.cpu().numpy()) - _ordered(expected))
-    words = _differing_words(places, context)
     most = int(steps.max())
     says = [f"{np.mean(steps == 0):.4%} of {steps.size} numbers have numpy's bits; the furthest is {most} ulp away"]
-    figures = {"numbers": steps.size, "equal share": float(np.mean(steps == 0)), "ulp": most, "differing words": words}
-    bounds = [Bound("differing random words", words, most=0), Bound("noise away from numpy's", most, "ulp", most=1)]
-    return Measured(figures, says, bounds)
+    figures = {"numbers": steps.size, "equal share": float(np.mean(steps == 0)), "ulp": most}
+    return Measured(figures, says, [Bound("noise away from numpy's", most, "ulp", most=1)])
 
 
 def choices(context: Context) -> Measured:
@@ -366,12 +277,12 @@ def choices(context: Context) -> Measured:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for _ in range(1 if context.sizes.tiny else 50):
             logits = 3 * _random((rows, vocabulary), dtype, device, generator)
-            for noisy in (False, True):
-                expected = chosen(logits, temperatures, drawn if noisy else None)
-                unlike += int((choices_by_triton(logits, temperatures, seeds, positions, noisy) != expected).sum())
+            for given, noise in ((temperatures, drawn), (0 * temperatures, None)):
+                expected = chosen(logits, given, noise)
+                unlike += int((choices_by_triton(logits, given, seeds, positions) != expected).sum())
         ranks = ranking(logits, temperatures, drawn).double()
         best = ranks[:, : vocabulary - 7].topk(16).values - ranks[:, : vocabulary - 7].logsumexp(-1, keepdim=True)
-        _, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, True, 16)
+        _, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, 16)
         furthest = max(furthest, float((chances.double() - best).abs().max()))
     bounds = [
         Bound("choices unlike torch's", unlike, most=0),
@@ -384,18 +295,3 @@ def _ordered(values: np.ndarray) -> np.ndarray:
     """float32 as whole numbers, neighbours one apart."""
     bits = values.view(np.int32).astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-
-
-def _differing_words(places: Sequence[tuple[int, int]], context: Context) -> int:
-    import words_kernel  # it needs to know whether it is interpreted
-
-    from dynatree.engine.sampling.gumbel import random_generator
-
-    differing = 0
-    for seed, position in places:
-        out = torch.zeros(8, dtype=torch.int64, device=context.device)
-        given = torch.tensor([seed_bits(seed)], device=context.device)
-        words_kernel.words[1,](out, given, torch.tensor([position], device=context.device), int(NoiseStream.CHOICE))
-        expected = random_generator(seed, position, NoiseStream.CHOICE).bit_generator.random_raw(8)
-        differing += int((out.cpu().numpy().view(np.uint64) != expected).sum())
-    return differing

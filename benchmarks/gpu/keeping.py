@@ -1,20 +1,23 @@
-"""What a session keeps of its steps, how much time it has left, and bounds beside what was measured.
-
-Everything here is pure, but for the files: neither torch nor a GPU is needed.
-"""
+"""What a session keeps of its steps and where they ran, how much time it has left, and bounds beside the figures."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 MEASURED, NOT_MEASURED, FAILED = "measured", "not measured", "failed"
 NO_GPU = "no GPU"
 BUNDLE = "session.json"
+ROOT = Path(__file__).resolve().parents[2]
 
 # Tokens a second of one session, T = 100, the 2.8B-shaped target in bfloat16. README.md beside this file expects less.
 SPEEDS: Mapping[str, Mapping[str, float]] = {
@@ -29,15 +32,7 @@ class NotMeasuredError(Exception):
 
 @dataclass(frozen=True)
 class Bound:
-    """What a figure was expected to be, beside what it is.
-
-    Attributes:
-        what: The figure.
-        measured: Its value.
-        unit: Of it.
-        least: It was expected to be no less; None where there is no such bound.
-        most: Nor more.
-    """
+    """What a figure is, beside the least and the most that it was expected to be; None where there is no such bound."""
 
     what: str
     measured: float
@@ -68,20 +63,14 @@ def shown(value: float) -> str:
 def speed_bounds(device: str, what: str, measured: float) -> list[Bound]:
     """Return the lowest expected speed of `plain` or `default` decoding on this card; empty for unknown cards."""
     known = next((speeds for name, speeds in SPEEDS.items() if name in device), None)
-    if known is None:
+    if known is None or what not in known:
         return []
     return [Bound(f"{what} decoding, one session", measured, "tokens/s", least=known[what])]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step found.
-
-    Attributes:
-        figures: For JSON.
-        says: Lines to print.
-        bounds: To print beside it.
-    """
+    """What a step found: figures for JSON, and lines and bounds to print."""
 
     figures: Mapping[str, Any]
     says: Sequence[str] = ()
@@ -90,21 +79,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Step:
-    """One measurement, which is kept as one record.
+    """One measurement, which is kept as one record."""
 
-    Attributes:
-        name: Of the record, behind the part's number.
-        work: `module:function`; the function takes a `Context` and returns what it `Measured`.
-        seconds: That it takes at most, as expected of a GPU.
-        needs: Steps whose figures it reads.
-        models: Whether the pair must be loaded for it.
-    """
-
-    name: str
-    work: str
-    seconds: float
-    needs: tuple[str, ...] = ()
-    models: bool = False
+    name: str  # of the record, with the part's number
+    work: str  # `module:function`; the function takes a `Context` and returns what it `Measured`
+    seconds: float  # that it takes at most, as expected of a GPU
+    needs: tuple[str, ...] = ()  # steps whose figures it reads
+    models: bool = False  # whether the pair must be loaded for it
 
 
 @dataclass(frozen=True)
@@ -158,11 +139,14 @@ class Store:
         Raises:
             NotMeasuredError: It was not measured.
         """
-        record = self.read(name)
-        if record is None or record["status"] != MEASURED:
+        if (figures := self.measured(name)) is None:
             raise NotMeasuredError(f"it needs {name}, which was not measured")
-        figures: dict[str, Any] = record["figures"]
         return figures
+
+    def measured(self, name: str) -> dict[str, Any] | None:
+        """The same; None where it was not measured."""
+        record = self.read(name)
+        return record["figures"] if record is not None and record["status"] == MEASURED else None
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Keep a record: what was found, or why nothing was."""
@@ -231,9 +215,44 @@ class Progress:
 
 def to_record(measured: Measured) -> dict[str, Any]:
     """For `Store.write`."""
-    bounds = [{"says": str(each), "met": each.met, **_fields(each)} for each in measured.bounds]
+    bounds = [{"says": str(each), "met": each.met, **asdict(each)} for each in measured.bounds]
     return {"status": MEASURED, "figures": dict(measured.figures), "says": list(measured.says), "bounds": bounds}
 
 
-def _fields(bound: Bound) -> dict[str, Any]:
-    return {name: getattr(bound, name) for name in ("what", "measured", "unit", "least", "most")}
+def surroundings(device: str) -> dict[str, Any]:
+    """For JSON; None where something is not known."""
+    import torch  # not by whoever only asks for versions
+
+    on_gpu = device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else f"a CPU ({platform.machine()})",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
+        "python": platform.python_version(),
+        "commit": commit(),
+        "modified": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")) if commit() else None,
+    }
+
+
+def commit() -> str | None:
+    """The commit that is measured; None where neither the environment nor git knows."""
+    return os.environ.get("DYNATREE_COMMIT") or _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+
+
+def version_of(package: str) -> str | None:
+    """A package's version; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints first; None where it is not installed, or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from keeping import ROOT
 
 from dynatree import embedded
 from dynatree.bench.prompts import cut_text, load_tokenizer
@@ -29,7 +32,6 @@ from dynatree.engine.support.probe import check_outputs
 from dynatree.replay.recording import load
 from dynatree.verify.verifier import Verifier
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 128
 # The services' own numbers; their modules need packages that a GPU machine may lack.
 TARGET_MEASURED_ROWS = 256  # verify.settings.AUTO_ROWS
@@ -40,36 +42,17 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured, and of what.
+    """How much is measured, and of what; `tiny` is no measurement, but a trial of the session itself."""
 
-    Attributes:
-        shapes: That target and draft are grown to.
-        dtype: Of both.
-        sessions: Open at once, by part.
-        fixed_rows: Of the target; None: what its costs suggest.
-        draft_rows: Of the draft; None: its default.
-        prompts: Of the speeds.
-        new_tokens: Of each of these.
-        long_tokens: New ones, of the one long completion.
-        equality_prompts: Of the equality.
-        equality_tokens: New ones, of each of these.
-        prompt_lengths: Of the prompts whose reading is timed.
-        rounds: That are profiled.
-        tiny: Whether it is no measurement, but a trial of the session itself.
-    """
-
-    shapes: tuple[GrownShape, GrownShape]
+    shapes: tuple[GrownShape, GrownShape]  # of target and draft
     dtype: torch.dtype
-    sessions: Mapping[int, int]
-    fixed_rows: tuple[int, ...] | None
-    draft_rows: tuple[int, ...] | None
-    prompts: int
+    sessions: Mapping[int, int]  # open at once, by part
+    fixed_rows: tuple[int, ...] | None  # of the target; None: what its costs suggest
+    draft_rows: tuple[int, ...] | None  # None: the draft's default
+    prompts: int  # of speeds
     new_tokens: int
-    long_tokens: int
     equality_prompts: int
     equality_tokens: int
-    prompt_lengths: tuple[int, ...]
-    rounds: int
     tiny: bool = False
 
 
@@ -81,11 +64,8 @@ FULL = Sizes(
     draft_rows=None,
     prompts=10,
     new_tokens=100,
-    long_tokens=1500,
     equality_prompts=20,
     equality_tokens=200,
-    prompt_lengths=(128, 512, 1900),
-    rounds=20,
 )
 TINY = Sizes(
     shapes=(
@@ -98,11 +78,8 @@ TINY = Sizes(
     draft_rows=(32,),
     prompts=2,
     new_tokens=12,
-    long_tokens=24,
     equality_prompts=2,
     equality_tokens=12,
-    prompt_lengths=(20, 70),
-    rounds=3,
     tiny=True,
 )
 
@@ -127,13 +104,7 @@ class Pair:
 
 
 class Models:
-    """The pair's checkpoints, grown once a machine, and its engines, loaded once a process.
-
-    Args:
-        sizes: What they are.
-        device: "cuda" or "cpu".
-        folder: Where the checkpoints are, or are to be.
-        sessions: Open at once.
+    """The pair's checkpoints in a folder, grown once a machine, and its engines, loaded once a process.
 
     Attributes:
         seconds: What growing and loading took, by its name.
@@ -157,39 +128,36 @@ class Models:
         folders = (self._folder / "target", self._folder / "draft")
         for shape, folder in zip(self.sizes.shapes, folders, strict=True):
             if not folder.exists():
-                began = time.perf_counter()
-                unfinished = folder.with_suffix(".part")
-                unfinished.mkdir(parents=True, exist_ok=True)
-                grow(shape, unfinished, self.sizes.dtype)
-                unfinished.rename(folder)
-                self.seconds[f"growing {folder.name}"] = time.perf_counter() - began
+                with self._timed(f"growing {folder.name}"):
+                    unfinished = folder.with_suffix(".part")
+                    unfinished.mkdir(parents=True, exist_ok=True)
+                    grow(shape, unfinished, self.sizes.dtype)
+                    unfinished.rename(folder)
         return folders
 
     @cached_property
     def eager(self) -> Engine:
         """The target with forwards of any size, without graphs, on the same weights and KV cache as `target`."""
-        return self._load(self.folders[0], MAX_TREE_NODES, chooses_tokens=True)
+        return self._load(self.folders[0], MAX_TREE_NODES, chooses_tokens=True, fixed_rows=())
 
     @cached_property
     def target(self) -> Engine:
         """The target as its service would load it."""
-        engine, rows = self.eager, self.sizes.fixed_rows
-        longest = engine.info.context_length + MAX_TREE_NODES
-        began = time.perf_counter()
-        if rows is None:
-            engine = with_default_rows(engine, self.sessions, longest)
-        else:
-            engine = with_fixed_rows(engine, rows, self.sessions, longest)
-        self.seconds["choosing and capturing the target's rows"] = time.perf_counter() - began
-        with torch.inference_mode():
+        eager, rows = self.eager, self.sizes.fixed_rows
+        sizes = self.sessions, eager.info.context_length + MAX_TREE_NODES
+        with self._timed("choosing and capturing the target's rows"), torch.inference_mode():
+            engine = with_default_rows(eager, *sizes) if rows is None else with_fixed_rows(eager, rows, *sizes)
             check_outputs(engine, engine.info.context_length)
-        return self._with_costs(engine, TARGET_MEASURED_ROWS if rows is None else max(rows))
+        with self._timed("measuring the target"):
+            return with_forward_costs(engine, TARGET_MEASURED_ROWS if rows is None else max(rows))
 
     @cached_property
     def draft(self) -> Engine:
         """The draft as its service would load it."""
-        engine = self._load(self.folders[1], 2 * MAX_TREE_NODES, chooses_tokens=False, fixed_rows=self.sizes.draft_rows)
-        return self._with_costs(engine, DRAFT_MEASURED_ROWS)
+        rows = self.sizes.draft_rows
+        engine = self._load(self.folders[1], 2 * MAX_TREE_NODES, chooses_tokens=False, fixed_rows=rows)
+        with self._timed("measuring the draft"):
+            return with_forward_costs(engine, DRAFT_MEASURED_ROWS)
 
     @cached_property
     def pair(self) -> Pair:
@@ -204,70 +172,29 @@ class Models:
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _load(
-        self,
-        folder: Path,
-        speculative_slots: int,
-        *,
-        chooses_tokens: bool,
-        fixed_rows: tuple[int, ...] | None = (),
-    ) -> Engine:
+    def _load(self, folder: Path, speculative_slots: int, **settings: Any) -> Engine:
+        given = {"device": self.device, "sessions": self.sessions, "speculative_slots": speculative_slots}
+        with self._timed(f"loading {folder.name}"):
+            return load_engine(ModelSettings(str(folder), **given, **settings))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
-        engine = load_engine(
-            ModelSettings(
-                str(folder),
-                device=self.device,
-                sessions=self.sessions,
-                speculative_slots=speculative_slots,
-                fixed_rows=fixed_rows,
-                chooses_tokens=chooses_tokens,
-            )
-        )
-        self.seconds[f"loading {folder.name}"] = time.perf_counter() - began
-        return engine
-
-    def _with_costs(self, engine: Engine, rows: int) -> Engine:
-        began = time.perf_counter()
-        engine = with_forward_costs(engine, rows)
-        self.seconds[f"measuring {engine.info.name}"] = time.perf_counter() - began
-        return engine
+        yield
+        self.seconds[name] = round(time.perf_counter() - began, 2)
 
 
-@dataclass(frozen=True)
-class Text:
-    """Prompts of one source."""
-
-    source: str
-    prompts: tuple[Prompt, ...]
-
-
-def prompts(count: int, length: int = PROMPT_TOKENS) -> list[tuple[str, Prompt]]:
+def prompts(count: int) -> list[tuple[str, Prompt]]:
     """So many prompts, each with its source.
 
     First the recorded ones of books, of which those of the book that the pair was not trained on come first, then
     windows of the project's own documents.
     """
-    texts = [*_of_books(), _of_documents(max(count, 8), length)]
-    pairs = [(text.source, prompt[:length]) for text in texts for prompt in text.prompts]
-    return pairs[:count]
-
-
-def _of_books() -> list[Text]:
     recording = load(ROOT / "benchmarks" / "replay" / "books.npz")
     sources = [each["file"].removesuffix(".txt") for each in recording.header["texts"]]
-    return [
-        Text(source, tuple(run.prompt_ids for run in recording.runs if run.text == number))
-        for number, source in enumerate(sources)
-    ]
-
-
-def _of_documents(count: int, length: int) -> Text:
-    folder = ROOT / "docs" / "explanation"
-    text = "\n\n".join(path.read_text() for path in sorted(folder.glob("*.md")))
-    encode = load_tokenizer(embedded.NAME).encode
-    return Text("docs/explanation", cut_text(text, count, length, encode))
-
-
-def long_prompt(length: int) -> Prompt:
-    """One of the project's documents, as long as it needs to be."""
-    return _of_documents(1, length).prompts[0]
+    runs = sorted(recording.runs, key=lambda run: run.text)
+    of_books = [(sources[run.text], run.prompt_ids[:PROMPT_TOKENS]) for run in runs]
+    pages = sorted((ROOT / "docs" / "explanation").glob("*.md"))
+    text = "\n\n".join(page.read_text() for page in pages)
+    windows = cut_text(text, max(count, 8), PROMPT_TOKENS, load_tokenizer(embedded.NAME).encode)
+    return [*of_books, *(("docs/explanation", window) for window in windows)][:count]

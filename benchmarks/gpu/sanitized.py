@@ -2,9 +2,6 @@
 
 Every tensor is an allocation of its own then, so that none lies inside a larger one; graphs cannot be captured so, and
 the same kernels run one by one.
-
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck --report-api-errors no python benchmarks/gpu/sanitized.py FOLDER
 """
 
 from __future__ import annotations
@@ -28,21 +25,18 @@ TOOL = "compute-sanitizer"
 FAULT = 86  # the exit status by which the tool tells that it found something
 OPTIONS = ("--tool", "memcheck", "--error-exitcode", str(FAULT), "--report-api-errors", "no")  # torch tries calls
 SECONDS = 170.0
-TOOLKIT = "/usr/local/cuda/bin"  # where the tool lies if it is on no path
-LINES = 60
 
 
 def tool() -> str | None:
     """The tool's path; None where it is not installed."""
-    return shutil.which(TOOL, path=os.pathsep.join((os.environ.get("PATH", ""), TOOLKIT)))
+    return shutil.which(TOOL, path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 
 
 def sanitizer(context: Context) -> Measured:
     """What the tool says of a few rounds."""
     if not context.on_gpu:
         raise NotMeasuredError(NO_GPU)
-    program = tool()
-    if program is None:
+    if (program := tool()) is None:
         raise NotMeasuredError(f"missing: {TOOL}")
     with tempfile.TemporaryDirectory() as folder:
         command = [program, *OPTIONS, sys.executable, __file__, folder]
@@ -54,9 +48,8 @@ def sanitizer(context: Context) -> Measured:
     printed = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     if any("not supported" in line for line in printed) or done.returncode not in (0, FAULT):
         raise NotMeasuredError(f"{TOOL} ended with status {done.returncode}: {' | '.join(printed[-3:])}")
-    found = int(done.returncode == FAULT)
-    figures = {"tool": TOOL, "status": done.returncode, "printed": printed[-LINES:]}
-    return Measured(figures, printed[-1:], [Bound("runs with faulty accesses to memory", found, most=0)])
+    bound = Bound("runs with faulty accesses to memory", int(done.returncode == FAULT), most=0)
+    return Measured({"status": done.returncode, "printed": printed[-60:]}, printed[-1:], [bound])
 
 
 def main(folder: str) -> None:
@@ -70,11 +63,10 @@ def main(folder: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with patch.object(row_runner, "graph_pool", lambda _: None):
         models = Models(replace(TINY, dtype=torch.bfloat16), device, Path(folder), 2)
-        _, prompt = prompts(1)[0]
+        [(_, prompt)] = prompts(1)
         for method in (Method("linear", {"depth": 4}), Method("dyspec", {"max_nodes": 31})):
             for sampling in (GREEDY, SAMPLED):
-                done = complete(models.pair, prompt, TINY.new_tokens, method, sampling)
-                print(f"{method.policy}: {len(done.rounds)} rounds, {len(done.token_ids)} tokens")
+                print(method.policy, complete(models.pair, prompt, TINY.new_tokens, method, sampling).token_ids)
 
 
 if __name__ == "__main__":

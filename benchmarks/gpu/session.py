@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,8 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sanitized
-from keeping import FAILED, MEASURED, NOT_MEASURED, Budget, Measured, NotMeasuredError, Progress, Step, Store, to_record
-from surroundings import commit, surroundings, version_of
+from keeping import (
+    FAILED,
+    NOT_MEASURED,
+    Budget,
+    Measured,
+    NotMeasuredError,
+    Progress,
+    Step,
+    Store,
+    commit,
+    surroundings,
+    to_record,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from pair import Models, Sizes
@@ -44,52 +56,44 @@ POLICIES = (
 )
 FIRST_POLICIES = 4  # whose equality is shown before sessions are put together
 
+
+def _equalities(policies: Sequence[str]) -> Iterator[Step]:
+    for policy in policies:
+        for mode in ("greedy", "sampled"):
+            yield Step(f"3-{policy}-{mode}", "equality:compared", 15, needs=(f"3-plain-{mode}",), models=True)
+
+
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (
         Step("1-linear-bits", "bits:linear_bits", 30),
         Step("1-attention-bits", "bits:attention_bits", 100),
-        Step("1-rows", "loaded:rows", 60, models=True),
-        Step("1-plain", "speed:plain", 15, models=True),
-        Step("1-default", "speed:default", 15, models=True),
+        Step("1-rows", "costs:rows", 60, models=True),
+        Step("1-plain", "speed:policy", 15, models=True),
+        Step("1-default", "speed:policy", 15, models=True),
         Step("1-attention-float64", "bits:attention_in_float64", 40),
         Step("1-noise", "bits:noise", 20),
         Step("1-choices", "bits:choices", 20),
-        Step("1-attention-times", "bits:attention_times", 30),
         Step("1-sanitizer", "sanitized:sanitizer", 120),
-        Step("1-blocks", "loaded:blocks", 60),
     ),
     2: (
-        Step("2-pair", "loaded:pair", 10, models=True),
-        Step("2-linear", "speed:linear", 15, models=True),
-        Step("2-dynatree", "speed:dynatree", 15, models=True),
-        Step("2-dyspec", "speed:dyspec", 15, models=True),
-        Step("2-round", "rounds_in_parts:rounds", 20, models=True),
-        Step("2-prompt", "rounds_in_parts:prompt_times", 20, models=True),
-        Step("2-long", "speed:long", 40, models=True),
+        Step("2-linear", "speed:policy", 15, models=True),
+        Step("2-dynatree", "speed:policy", 15, models=True),
+        Step("2-dyspec", "speed:policy", 15, models=True),
         Step("2-transformers", "speed:transformers", 60, models=True),
-        Step("2-transformers-assisted", "speed:transformers_assisted", 60, models=True),
-        Step("2-transformers-long", "speed:transformers_long", 90, models=True),
-        Step("2-waits", "rounds_in_parts:waits", 20, models=True),  # last: a profiler may slow down what follows
+        Step("2-transformers-assisted", "speed:transformers", 60, models=True),
+        Step("2-compiled", "costs:compiled", 100, models=True),
+        Step("2-trace", "speed:trace", 30, models=True),  # last: a profiler may slow down what follows
     ),
     3: (
-        Step("3-pair", "loaded:pair", 10, models=True),
-        Step("3-plain-greedy", "equality:plain_greedy", 20, models=True),
-        Step("3-plain-sampled", "equality:plain_sampled", 20, models=True),
-        *(
-            Step(f"3-{policy}-{mode}", f"equality:{mode}", 15, needs=(f"3-plain-{mode}",), models=True)
-            for policy in POLICIES[:FIRST_POLICIES]
-            for mode in ("greedy", "sampled")
-        ),
+        Step("3-plain-greedy", "equality:compared", 20, models=True),
+        Step("3-plain-sampled", "equality:compared", 20, models=True),
+        *_equalities(POLICIES[:FIRST_POLICIES]),
         *(
             Step(f"3-sessions-{count}", "equality:together", 20, needs=("3-plain-greedy",), models=True)
             for count in (1, 4, 16, 32)
         ),
-        *(
-            Step(f"3-{policy}-{mode}", f"equality:{mode}", 15, needs=(f"3-plain-{mode}",), models=True)
-            for policy in POLICIES[FIRST_POLICIES:]
-            for mode in ("greedy", "sampled")
-        ),
-        Step("3-offloaded", "offloaded_layers:offloaded", 60),
+        *_equalities(POLICIES[FIRST_POLICIES:]),
+        Step("3-offloaded", "equality:offloaded", 60),
         Step("3-services", "equality:services", 120, needs=("3-plain-greedy",)),
     ),
 }
@@ -97,20 +101,11 @@ PARTS: dict[int, tuple[Step, ...]] = {
 
 @dataclass
 class Context:
-    """What a step works with.
-
-    Attributes:
-        step: Its own.
-        device: "cuda" or "cpu".
-        device_name: The card's, or "a CPU".
-        sizes: How much is measured.
-        models: The pair.
-        store: What earlier steps have found.
-    """
+    """What a step works with."""
 
     step: Step
-    device: str
-    device_name: str
+    device: str  # "cuda" or "cpu"
+    device_name: str  # the card's, or "a CPU"
     sizes: Sizes
     models: Models
     store: Store
@@ -148,8 +143,8 @@ def work(part: int, store: Store, budget: Budget, since: float, models_folder: P
     sizes, device = TINY if store.tiny else FULL, "cuda" if on_gpu else "cpu"
     around = surroundings(device)
     print(", ".join(f"{name} {value}" for name, value in around.items() if value is not None))
-    if sizes.fixed_rows is None and (rows := store.read("1-rows")) is not None and rows["status"] == MEASURED:
-        sizes = replace(sizes, fixed_rows=(rows["figures"]["chosen"]["rows"],))  # bits depend on it
+    if sizes.fixed_rows is None and (rows := store.measured("1-rows")):
+        sizes = replace(sizes, fixed_rows=(rows["chosen"]["rows"],))  # bits depend on it
     models = Models(sizes, device, models_folder, sizes.sessions[part])
     for step in PARTS[part]:
         if store.settled(step.name, since) or not all(map(store.read, step.needs)):
@@ -237,17 +232,8 @@ def drive(options: argparse.Namespace, store: Store) -> int:
     print(", ".join(f"{name} {version_of(name) or 'missing'}" for name in PRINTED))
     for line in missing():
         print(line)
-    tiny = ["--tiny"] if options.tiny else []
-    command = [
-        sys.executable,
-        sys.argv[0],
-        str(options.part),
-        str(store.folder),
-        *tiny,
-        "--worker",
-        str(until),
-        str(since),
-    ]
+    given = [str(options.part), str(store.folder), *(["--tiny"] if options.tiny else [])]
+    command = [sys.executable, sys.argv[0], *given, "--worker", str(until), str(since)]
     status = 0
     while left := [name for name in names if not store.settled(name, since)]:
         status = subprocess.run(command).returncode

@@ -1,165 +1,163 @@
-"""Parts 1 and 2: tokens a second of one session, by policy, beside transformers' own `generate`."""
+"""Parts 1 and 2: tokens a second of one session by policy, beside transformers' `generate`, and a trace of rounds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from decoding import DEFAULT, PLAIN, Completion, Method, complete
-from keeping import Measured, speed_bounds
-from pair import PROMPT_TOKENS, Prompt, prompts
+from keeping import NO_GPU, Bound, Measured, NotMeasuredError, speed_bounds
+from pair import PROMPT_TOKENS, prompts
 
 if TYPE_CHECKING:
     from session import Context
 
-LINEAR = Method("linear", {"depth": 5})
-DYNATREE = Method("dynatree")
-DYSPEC = Method("dyspec")
-METHODS = {"plain": PLAIN, "default": DEFAULT, "linear:depth=5": LINEAR, "dynatree": DYNATREE, "dyspec": DYSPEC}
+METHODS = {
+    "plain": PLAIN,
+    "default": DEFAULT,
+    "linear": Method("linear", {"depth": 5}),
+    "dynatree": Method("dynatree"),
+    "dyspec": Method("dyspec"),
+}
+BOUNDED = ("default", "linear")  # policies whose rounds may cost `MOST_STEPS` plain steps
+MOST_STEPS = 1.6
 WARM_UP = 16  # tokens
 HELD_OUT = "treasure_island"  # the book that the pair was not trained on
+MARK = "rounds"
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+MOST_WAITS = 2  # of the host for the device, in a plain round
+SLOWEST = 12  # kernels of a trace
 
 
-def plain(context: Context) -> Measured:
-    """Plain decoding."""
-    measured, completions = _measured(context, PLAIN)
-    rate = measured.figures["tokens a second"]["median"]
-    figures = {**measured.figures, "token_ids": [each.token_ids for each in completions]}
-    return Measured(figures, measured.says, speed_bounds(_card(context), "plain", rate))
+def policy(context: Context) -> Measured:
+    """The policy that the step names: speed, the parts of a round, and tokens unlike plain decoding's."""
+    name, sizes, pair = context.step.name.split("-", 1)[1], context.sizes, context.models.pair
+    given = prompts(sizes.prompts)
+    complete(pair, given[0][1], min(WARM_UP, sizes.new_tokens), METHODS[name])
+    done = [complete(pair, prompt, sizes.new_tokens, METHODS[name]) for _, prompt in given]
+    figures = {
+        "settings": dict(METHODS[name].settings),
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": sizes.new_tokens,
+        **_of_completions(done),
+        "by source": _by_source([source for source, _ in given], [each.rate for each in done]),
+        "token_ids": [each.token_ids for each in done],
+        "seconds of loading": context.models.seconds,
+    }
+    rate, milliseconds = figures["tokens a second"]["median"], figures["milliseconds a round"]
+    bounds = [] if sizes.tiny else speed_bounds(context.device_name, name, rate)
+    if name != "plain" and (plain := context.store.measured("1-plain")):
+        figures["differing tokens"] = sum(map(unlike, figures["token_ids"], plain["token_ids"]))
+        if name in BOUNDED and not sizes.tiny:
+            steps = milliseconds / plain["milliseconds a round"]
+            bounds.append(Bound(f"a round of {name} in plain steps", steps, most=MOST_STEPS))
+    parts = ", ".join(f"{part} {each:.3g}" for part, each in figures["parts, milliseconds a round"].items())
+    says = (
+        f"{name}: {rate:.1f} tokens/s, behind the first {figures['tokens a second behind the first']['median']:.1f}; "
+        f"{figures['tokens a round']:.2f} tokens and {figures['nodes a round']:.1f} nodes a round of "
+        f"{milliseconds:.2f} ms: {parts}"
+    )
+    return Measured(figures, [says], bounds)
 
 
-def default(context: Context) -> Measured:
-    """Measure the default policy."""
-    measured, _ = _measured(context, DEFAULT)
-    rate = measured.figures["tokens a second"]["median"]
-    return Measured(measured.figures, measured.says, speed_bounds(_card(context), "default", rate))
-
-
-def linear(context: Context) -> Measured:
-    """Measure the policy `linear` with chains of five nodes."""
-    return _measured(context, LINEAR)[0]
-
-
-def dynatree(context: Context) -> Measured:
-    """DynaTree's policy."""
-    return _measured(context, DYNATREE)[0]
-
-
-def dyspec(context: Context) -> Measured:
-    """DySpec's policy."""
-    return _measured(context, DYSPEC)[0]
-
-
-def long(context: Context) -> Measured:
-    """One long completion by each of these."""
-    source, prompt = prompts(1)[0]
-    figures: dict[str, Any] = {"source": source, "new_tokens": context.sizes.long_tokens}
-    says = []
-    expected: tuple[int, ...] | None = None
-    for name, method in METHODS.items():
-        done = complete(context.models.pair, prompt, context.sizes.long_tokens, method)
-        expected = expected or done.token_ids
-        figures[name] = {
-            **_of_completions([done]),
-            "differing tokens": _differing(done.token_ids, expected),
-        }
-        says.append(f"{name}: {done.rate:.1f} tokens/s over {len(done.token_ids)} tokens")
-    return Measured(figures, says)
+def _of_completions(done: Sequence[Completion]) -> dict[str, Any]:
+    told = [each.statistics for each in done]
+    rounds = max(sum(each.rounds for each in told), 1)
+    totals = Counter[str]()
+    for each in told:
+        totals.update({part.name: 1000 * part.total_seconds / rounds for part in each.round_parts})
+    later = [each.time_per_output_token_seconds * (each.generated_tokens - 1) for each in told]
+    return {
+        "tokens a second": _spread([each.rate for each in done]),
+        "tokens a second behind the first": _spread([1 / each.time_per_output_token_seconds for each in told]),
+        "milliseconds to the first": _spread([1000 * each.time_to_first_token_seconds for each in told]),
+        "tokens a round": sum(each.tokens_per_round * each.rounds for each in told) / rounds,
+        "nodes a round": sum(each.draft_n for each in told) / rounds,
+        "milliseconds a round": 1000 * sum(later) / rounds,
+        "parts, milliseconds a round": {name: round(each, 4) for name, each in totals.items()},
+    }
 
 
 def transformers(context: Context) -> Measured:
-    """Plain `generate` of transformers."""
-    return _by_transformers(context, "transformers", context.sizes.prompts, context.sizes.new_tokens)
-
-
-def transformers_assisted(context: Context) -> Measured:
-    """The same with the draft as its assistant."""
-    return _by_transformers(context, "transformers-assisted", context.sizes.prompts, context.sizes.new_tokens)
-
-
-def transformers_long(context: Context) -> Measured:
-    """Both on the one long completion."""
-    both = {
-        name: _by_transformers(context, name, 1, context.sizes.long_tokens)
-        for name in ("transformers", "transformers-assisted")
-    }
-    return Measured(
-        {name: each.figures for name, each in both.items()}, [line for each in both.values() for line in each.says]
-    )
-
-
-def _measured(context: Context, method: Method) -> tuple[Measured, list[Completion]]:
-    pair, new_tokens = context.models.pair, context.sizes.new_tokens
-    given = prompts(context.sizes.prompts)
-    complete(pair, given[0][1], min(WARM_UP, new_tokens), method)
-    completions = [complete(pair, prompt, new_tokens, method) for _, prompt in given]
-    figures = {
-        "policy": method.policy,
-        "settings": dict(method.settings),
-        "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": new_tokens,
-        **_of_completions(completions),
-        "by source": _by_source([source for source, _ in given], [each.rate for each in completions]),
-    }
-    known = context.store.read("1-plain")
-    if known is not None and known["status"] == "measured":
-        expected = known["figures"]["token_ids"]
-        pairs = zip(completions, expected, strict=True)
-        figures["differing tokens"] = sum(_differing(done.token_ids, plain_ids) for done, plain_ids in pairs)
-    rate = figures["tokens a second"]
-    says = (
-        f"{method.policy}: {rate['median']:.1f} tokens/s ({rate['low']:.1f} to {rate['high']:.1f}), behind the first "
-        f"{figures['tokens a second behind the first']['median']:.1f}; {figures['tokens a round']:.2f} tokens and "
-        f"{figures['nodes a round']:.1f} nodes a round of {figures['milliseconds a round']:.2f} ms"
-    )
-    return Measured(figures, [says]), completions
-
-
-def _of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
-    rounds = [each for done in completions for each in done.rounds]
-    count = max(len(rounds), 1)
-    return {
-        "tokens a second": _spread([each.rate for each in completions]),
-        "tokens a second behind the first": _spread([each.later_rate for each in completions]),
-        "milliseconds to the first": _spread([1000 * each.first_seconds for each in completions]),
-        "tokens a round": sum(len(each.token_ids) - 1 for each in completions) / count,
-        "nodes a round": sum(nodes for nodes, _, _ in rounds) / count,
-        "milliseconds a round": 1000 * sum(draft + target for _, draft, target in rounds) / count,
-        "draft milliseconds a round": 1000 * sum(draft for _, draft, _ in rounds) / count,
-        "target milliseconds a round": 1000 * sum(target for _, _, target in rounds) / count,
-    }
-
-
-def _by_transformers(context: Context, name: str, count: int, new_tokens: int) -> Measured:
+    """`generate` of transformers: plain, or with the draft as its assistant, as the step names."""
     # They need the client, and with it versions of grpcio and protobuf that a GPU machine may lack.
     from dynatree.bench.baselines import LocalModel, load_baselines
-    from dynatree.bench.methods import ASSISTED, BASELINES
+    from dynatree.bench.methods import BASELINES
 
-    target, draft = context.models.folders
-    methods = [BASELINES[name]]
-    models = LocalModel(str(target), context.models.target.info), LocalModel(str(draft), context.models.draft.info)
-    baseline = load_baselines(methods, *models).decoders[methods[0].label]
-    given: list[tuple[str, Prompt]] = prompts(count)
+    method = BASELINES[context.step.name.split("-", 1)[1]]
+    models, new_tokens = context.models, context.sizes.new_tokens
+    infos = (models.target.info, models.draft.info)
+    local = [LocalModel(str(folder), info) for folder, info in zip(models.folders, infos, strict=True)]
+    baseline = load_baselines([method], *local).decoders[method.label]
+    given = prompts(context.sizes.prompts)
     baseline(given[0][1], min(WARM_UP, new_tokens))
     outputs = [baseline(prompt, new_tokens) for _, prompt in given]
     rates = [output.tokens / output.seconds for output in outputs]
-    figures: dict[str, Any] = {
+    figures = {
         "new_tokens": new_tokens,
-        "assisted": methods[0] == ASSISTED,
         "tokens a second": _spread(rates),
         "by source": _by_source([source for source, _ in given], rates),
     }
-    known = context.store.read("1-plain")
-    if known is not None and known["status"] == "measured" and new_tokens == context.sizes.new_tokens:
-        # in 16 bits transformers' own kernels may decide nearly tied tokens otherwise
-        pairs = zip(outputs, known["figures"]["token_ids"], strict=True)
-        figures["tokens unlike plain decoding's"] = sum(_differing(each.token_ids or (), ours) for each, ours in pairs)
-    return Measured(figures, [f"{methods[0].label}: {median(rates):.1f} tokens/s over {new_tokens} tokens"])
+    if plain := context.store.measured("1-plain"):  # its kernels may decide nearly tied tokens otherwise in 16 bits
+        ours = plain["token_ids"]
+        figures["tokens unlike plain decoding's"] = sum(map(unlike, (each.token_ids or () for each in outputs), ours))
+    return Measured(figures, [f"{method.label}: {median(rates):.1f} tokens/s over {new_tokens} tokens"])
 
 
-def _card(context: Context) -> str:
-    return "" if context.sizes.tiny else context.device_name
+def trace(context: Context) -> Measured:
+    """What the profiler sees of plain and default rounds: launches, waits, copies, and the kernels' time."""
+    if not context.on_gpu:
+        raise NotMeasuredError(NO_GPU)
+    _, prompt = prompts(1)[0]
+    figures = {name: _traced(context, prompt, METHODS[name]) for name in ("plain", "default")}
+    plain = figures["plain"]
+    if not plain.get("cudaGraphLaunch") or not plain["kernels"]:
+        raise NotMeasuredError("the profiler saw no graph on the device, so it may have missed waits as well")
+    says = [f"{name}, a round: {told}" for name, told in figures.items()]
+    bounds = [
+        Bound("waits of the host in a plain round", sum(plain.get(name, 0) for name in WAITS), most=MOST_WAITS),
+        Bound("copies up in a plain round", plain.get("Memcpy HtoD", 0), most=1),
+        Bound("copies down in a plain round", plain.get("Memcpy DtoH", 0), most=1),
+    ]
+    return Measured(figures, says, bounds)
+
+
+def _traced(context: Context, prompt: tuple[int, ...], method: Method) -> dict[str, Any]:
+    """Calls of the runtime, copies and kernels a round, behind the prompt; milliseconds of the slowest kernels."""
+    torch.cuda.synchronize()
+    mark = torch.profiler.record_function(MARK)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        done = complete(context.models.pair, prompt, context.sizes.new_tokens, method, begun=mark.__enter__)
+        mark.__exit__(None, None, None)
+    return of_events(list(profile.events()), done.statistics.rounds)
+
+
+def of_events(events: Sequence[Any], rounds: int) -> dict[str, Any]:
+    """The events within the mark, for each round; what the profiler itself waits for lies outside."""
+    span = next(each.time_range for each in events if each.name == MARK and "CPU" in str(each.device_type))
+    counts, kernels = Counter[str](), Counter[str]()
+    for each in events:
+        if each.name == MARK or not span.start <= each.time_range.start <= span.end:
+            continue
+        if each.name.startswith("cuda"):
+            counts[each.name] += 1
+        elif each.name.startswith(("Memcpy", "Memset")):
+            counts[" ".join(each.name.split()[:2])] += 1
+        elif "CUDA" in str(each.device_type):
+            counts["kernels"] += 1
+            kernels[each.name[:60]] += each.time_range.elapsed_us()
+    per_round = {name: round(count / max(rounds, 1), 3) for name, count in sorted(counts.items())}
+    slowest = {name: round(total / 1000 / max(rounds, 1), 4) for name, total in kernels.most_common(SLOWEST)}
+    return {**per_round, "kernels' milliseconds": round(sum(kernels.values()) / 1000 / max(rounds, 1), 3), **slowest}
+
+
+def unlike(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """Count the places where two completions differ."""
+    return sum(map(int.__ne__, tokens, expected)) + abs(len(tokens) - len(expected))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -171,9 +169,3 @@ def _by_source(sources: Sequence[str], rates: Sequence[float]) -> dict[str, dict
     for source, rate in zip(sources, rates, strict=True):
         grouped.setdefault(f"{source} (held out)" if source == HELD_OUT else source, []).append(rate)
     return {source: _spread(each) for source, each in grouped.items()}
-
-
-def _differing(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    return sum(ours != theirs for ours, theirs in zip(tokens, expected, strict=False)) + abs(
-        len(tokens) - len(expected)
-    )

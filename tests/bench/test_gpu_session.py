@@ -263,6 +263,31 @@ def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_a_trace_counts_what_lies_within_the_mark() -> None:
+    def event(name: str, start: float, device: str = "CPU", microseconds: float = 0.0) -> Any:
+        span = SimpleNamespace(start=start, end=start + microseconds, elapsed_us=lambda: microseconds)
+        return SimpleNamespace(name=name, device_type=f"DeviceType.{device}", time_range=span)
+
+    speed = module("speed", GPU)
+    events = [
+        event(speed.MARK, 10.0, microseconds=90.0),
+        event(speed.MARK, 10.0, "CUDA", 90.0),
+        *(event("cudaGraphLaunch", at) for at in (5.0, 20.0, 60.0)),
+        *(event("cudaStreamSynchronize", at) for at in (25.0, 65.0, 101.0)),
+        event("Memcpy HtoD (Pinned -> Device)", 30.0, "CUDA", 2.0),
+        *(event("own_paths", at, "CUDA", 3.0) for at in (40.0, 70.0, 120.0)),
+        event("aten::add", 50.0),
+    ]
+    assert speed.of_events(events, rounds=2) == {
+        "Memcpy HtoD": 0.5,
+        "cudaGraphLaunch": 1.0,
+        "cudaStreamSynchronize": 1.0,
+        "kernels": 1.0,
+        "kernels' milliseconds": 0.003,
+        "own_paths": 0.003,
+    }
+
+
 # All of it
 
 
@@ -293,7 +318,7 @@ def test_a_tiny_session_measures_all_parts(tmp_path: Path) -> None:
     assert bundle is not None
     records = json.loads(bundle.read_text())
     assert set(records) == {step.name for steps in session.PARTS.values() for step in steps}
-    without_a_gpu = {"1-attention-times", "1-sanitizer", "1-blocks", "2-waits"}
+    without_a_gpu = {"1-sanitizer", "2-compiled", "2-trace"}
     assert {name for name, record in records.items() if record.get("reason") == "no GPU"} == without_a_gpu
     assert records["3-services"]["status"] == "measured"
     assert [len(each) for each in records["3-plain-greedy"]["figures"]["token_ids"]] == [12, 12]

@@ -147,9 +147,8 @@ def choosing(dtype: str, arch: int) -> dict[str, Kernels]:
 
     kernels = {}
     for noisy in (False, True):
-        sizes = {"noisy": noisy, "size": 1024}
-        kernels[f"best {noisy}"] = built(choosing_kernels.best_of_parts, **sizes, padded_parts=64)
-        kernels[f"ranked {noisy}"] = built(choosing_kernels.ranked_parts, **sizes, breadth=16)
+        kernels[f"best {noisy}"] = built(choosing_kernels.best_of_parts, noisy=noisy, size=1024, padded_parts=64)
+    kernels["ranked"] = built(choosing_kernels.ranked_parts, size=1024, breadth=16)
     kernels["choices"] = built(choosing_kernels.choices_of_rows, none=-1, padded_parts=64)
     kernels["accepted"] = built(choosing_kernels.accepted_moves, block=64)
     kernels["move"] = built(choosing_kernels.move_slots, warps=1, dim=80, padded_dim=128)

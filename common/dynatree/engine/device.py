@@ -1,17 +1,15 @@
-"""The device of a model: its choice, its identity across services, synchronization, and whether Triton is installed."""
+"""The device of a model: its choice, its identity across services, and synchronization."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from dynatree.common.errors import StartupError
 
-HAS_TRITON = find_spec("triton") is not None  # installed with the CUDA builds of torch; importing it takes time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # shared by all containers of a running kernel
 
 

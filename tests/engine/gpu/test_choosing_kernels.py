@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
 from dynatree.common.sampling import NOT_CHOSEN
@@ -31,6 +31,7 @@ from dynatree.engine.sampling.device_noise import by_triton, seed_bits
 from dynatree.engine.sampling.gumbel import NoiseStream
 from dynatree.verify.accept import accept
 from tests.support.kernel_builds import needs_triton
+from tests.support.launches import Launches
 from tests.support.trees import random_trees
 
 needs_triton()
@@ -48,11 +49,11 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits with ties and numbers that are none, temperatures, seeds and positions."""
+def rows_of(dtype: torch.dtype, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits, temperatures, which are all 0 unless `sampled`, seeds and positions."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(len(SEEDS), VOCABULARY, generator=generator).mul(3).to(dtype)
-    temperatures = torch.tensor(TEMPERATURES)
+    temperatures = torch.tensor(TEMPERATURES) * sampled
     seeds = torch.tensor([seed_bits(seed) for seed in SEEDS])
     positions = torch.tensor([0, 5, 2**31 - 3, 1, 77, 4], dtype=torch.int32)
     return logits, temperatures, seeds, positions
@@ -77,16 +78,16 @@ def harmed(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("harm", [False, True])
-def test_choices_are_those_of_torch_to_the_bit(dtype: torch.dtype, noisy: bool, harm: bool) -> None:
-    logits, temperatures, seeds, positions = rows_of(dtype)
+def test_choices_are_those_of_torch_to_the_bit(dtype: torch.dtype, sampled: bool, harm: bool) -> None:
+    logits, temperatures, seeds, positions = rows_of(dtype, sampled)
     logits = harmed(logits) if harm else logits
-    expected = chosen(logits, temperatures, noise_of(seeds, positions) if noisy else None)
-    choices = choices_by_triton(logits, temperatures, seeds, positions, noisy)
+    expected = chosen(logits, temperatures, noise_of(seeds, positions) if sampled else None)
+    choices = choices_by_triton(logits, temperatures, seeds, positions)
     assert choices.tolist() == expected.tolist()
     assert (NOT_CHOSEN in choices.tolist()) == harm
-    if harm and not noisy:
+    if harm and not sampled:
         assert choices[0] == 3, "of equal logits the lowest token is chosen"
 
 
@@ -137,18 +138,18 @@ def test_more_rows_than_are_walked_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("noisy", [False, True])
-def test_rankings_are_those_of_float64(dtype: torch.dtype, noisy: bool) -> None:
-    logits, temperatures, seeds, positions = rows_of(dtype)
-    temperatures[3] = 0.05  # at the smallest, float32 rounds the noise away
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rankings_are_those_of_float64(dtype: torch.dtype, sampled: bool) -> None:
+    logits, temperatures, seeds, positions = rows_of(dtype, sampled)
+    temperatures[3] *= 5e4  # at the smallest, float32 rounds the noise away
     limits = torch.tensor([150, 149, 100, 64, 70, 40], dtype=torch.int32)
-    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, 16)
+    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, 16)
     ranks = logits.double()
-    if noisy:
-        sampled = temperatures[:, None].double()
+    if sampled:
+        divisors = temperatures[:, None].double()
         top = ranks.masked_fill(torch.arange(VOCABULARY) >= limits[:, None], -math.inf).amax(-1, keepdim=True)
-        perturbed = (ranks - top) / sampled.where(sampled > 0, 1.0) + noise_of(seeds, positions).double()
-        ranks = torch.where(sampled > 0, perturbed, ranks)
+        perturbed = (ranks - top) / divisors.where(divisors > 0, 1.0) + noise_of(seeds, positions).double()
+        ranks = torch.where(divisors > 0, perturbed, ranks)
     ranks = ranks.masked_fill(torch.arange(VOCABULARY) >= limits[:, None], -math.inf)
     best = torch.sort(ranks, stable=True, dim=-1, descending=True)
     assert ids.tolist() == best.indices[:, :16].tolist()
@@ -156,13 +157,13 @@ def test_rankings_are_those_of_float64(dtype: torch.dtype, noisy: bool) -> None:
     torch.testing.assert_close(chances.double(), expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_rankings_of_rows_that_are_not_finite(noisy: bool) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rankings_of_rows_that_are_not_finite(sampled: bool) -> None:
     """A row's first log-probability is NaN as in torch's operations, and every token is one of the vocabulary."""
-    logits, temperatures, seeds, positions = rows_of(torch.float32)
+    logits, temperatures, seeds, positions = rows_of(torch.float32, sampled)
     logits, limits = harmed(logits), torch.full((6,), 150, dtype=torch.int32)
-    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, 16)
-    _, expected = rank(logits, limits, temperatures, seeds, positions, noisy, 16)
+    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, 16)
+    _, expected = rank(logits, limits, temperatures, seeds, positions, 16)
     assert chances[:, 0].isnan().tolist() == expected[:, 0].isnan().tolist() == [False, True, True, True, False, False]
     assert ((ids >= 0) & (ids < VOCABULARY)).all()
     assert ids[0, :3].tolist() == [3, 70, 140]
@@ -171,7 +172,7 @@ def test_rankings_of_rows_that_are_not_finite(noisy: bool) -> None:
 def test_fewer_tokens_than_places_are_followed_by_tokens_of_no_chance() -> None:
     logits, temperatures, seeds, positions = rows_of(torch.float32)
     limits = torch.tensor([1, 2, 15, 16, 65, 80], dtype=torch.int32)
-    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, True, 16)
+    ids, chances = ranks_by_triton(logits, limits, temperatures, seeds, positions, 16)
     for row, limit in enumerate(limits.tolist()):
         real = min(limit, 16)
         assert sorted(ids[row, :real].tolist()) == list(range(real)) or limit > 16
@@ -180,19 +181,6 @@ def test_fewer_tokens_than_places_are_followed_by_tokens_of_no_chance() -> None:
         assert chances[row, :real].isfinite().all()
         assert (chances[row, real:] == -math.inf).all()
         assert ((ids[row] >= 0) & (ids[row] < VOCABULARY)).all()
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operations that launch kernels on a GPU: all but allocations and views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation, then run it."""
-        self.count += not (func.is_view or func.overloadpacket.__name__ in ("empty", "new_empty"))
-        return func(*args, **(kwargs or {}))
 
 
 def launches(function: Callable[[], object]) -> int:
@@ -205,23 +193,23 @@ def launches(function: Callable[[], object]) -> int:
         with _disable_current_modes():  # the interpreter copies arguments
             return run(kernel, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch, Operations() as operations:
+    with pytest.MonkeyPatch.context() as patch, Launches() as operations:
         patch.setattr(InterpretedFunction, "run", counted)
         function()
     count: int = operations.count
     return len(kernels) + count
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_launches_are_few(noisy: bool) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_launches_are_few(sampled: bool) -> None:
     """Torch's operations were about 40 launches for a decision on a GPU, and 30 for a ranking of 50,304 tokens."""
-    logits, temperatures, seeds, positions = rows_of(torch.float32)
+    logits, temperatures, seeds, positions = rows_of(torch.float32, sampled)
     numbers = torch.arange(6, dtype=torch.int32)
     cache, limits = torch.zeros(2, 2, 1, 100, 3), torch.full((6,), 150, dtype=torch.int32)
 
     def decision() -> None:
-        choices = choices_by_triton(logits, temperatures, seeds, positions, noisy)
+        choices = choices_by_triton(logits, temperatures, seeds, positions)
         move_by_triton(cache, moves_by_triton(numbers, numbers, numbers, numbers, choices))
 
-    assert launches(decision) == 4 + noisy
-    assert launches(lambda: ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, 16)) == 2
+    assert launches(decision) == 5
+    assert launches(lambda: ranks_by_triton(logits, limits, temperatures, seeds, positions, 16)) == 2

@@ -412,10 +412,10 @@ def test_forwards_decisions_and_levels_run_without_numbers(folder: Path) -> None
     assert fused(forward.buffers.token_ids[None], forward.buffers.positions[None], forward._attention).is_meta
     with Recorded([]) as mode:
         assert forward.run().shape == (ROWS, 2048)
-        for logits, choices in map(forward._decided, (False, True)):
-            assert logits.shape == (ROWS, 2048)
-            assert choices.shape == (ROWS,)
+        logits, choices = forward._decided()
+        assert logits.shape == (ROWS, 2048)
+        assert choices.shape == (ROWS,)
         level_runner = RowLevelRunner(FlatForward(model, kv_cache.shape), kv_cache, 4, 16, 160, None)
-        told = [call._all_levels(noisy) for call in level_runner._calls for noisy in (False, True)]
+        told = [call._all_levels() for call in level_runner._calls]
     assert all(each.is_meta and each.dtype == torch.int32 for each in told)
     assert sum(each[0].startswith("dynatree.tree_attention") for each in mode.operations) > 3 * 20

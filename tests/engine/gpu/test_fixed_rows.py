@@ -200,9 +200,9 @@ def test_rounds_are_timed_in_turns_and_leave_no_slots(eager: Any, monkeypatch: p
     for each in forwards:
         decide = each.decide
 
-        def counted(noisy: bool, decide: Any = decide, rows: int = each.sizes.rows) -> Any:
+        def counted(decide: Any = decide, rows: int = each.sizes.rows) -> Any:
             turns.append(rows)
-            return decide(noisy)
+            return decide()
 
         monkeypatch.setattr(each, "decide", counted)
     seconds = round_seconds(forwards, eager)
@@ -210,7 +210,7 @@ def test_rounds_are_timed_in_turns_and_leave_no_slots(eager: Any, monkeypatch: p
     assert all(seconds[rows] > 0 for rows in (8, 16))
     assert eager.kv_cache.free_slots == eager.kv_cache.size
 
-    def failing(noisy: bool) -> Any:
+    def failing() -> Any:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(forwards[0], "decide", failing)

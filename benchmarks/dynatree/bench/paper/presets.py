@@ -403,7 +403,7 @@ _DYSPEC_PRESETS = (
         "random-masks",
         "Blocks of random trees' masks",
         (),
-        ("The kernels' times need a GPU: benchmarks/gpu/blocks.py.",),
+        ("The kernels' times need a GPU, and were not measured.",),
     ),
     Preset(
         DYSPEC,

@@ -39,19 +39,22 @@ def best_of_parts(
     """Find the best score of a part of a row and its lowest token; infinity stands for NaN.
 
     With `noisy`, `highest` has the best logit of each part, and the scores of a sampled row are those of
-    `decisions.ranking`, to the bit.
+    `decisions.ranking`, to the bit. A greedy row's best score is then `highest`, and its tokens are there already.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if noisy:
+        temperature = tl.load(temperatures + row)
+        if temperature == 0.0:
+            tl.store(best + row * parts + part, tl.load(highest + row * parts + part))
+            return
     tokens = part * size + tl.arange(0, size)
     inside = tokens < vocab_size
     x = tl.load(logits + row * row_stride + tokens, mask=inside, other=0.0).to(tl.float32)
     if noisy:
-        temperature = tl.load(temperatures + row)
-        if temperature > 0.0:
-            each = tl.arange(0, padded_parts)
-            top = tl.max(tl.load(highest + row * parts + each, mask=each < parts, other=float("-inf")), 0)
-            noise = noise_at(tl.load(seeds + row), tl.load(positions + row) + 1, stream, part * (size // 4), size // 4)
-            x = tl.div_rn(x - top, temperature) + noise
+        each = tl.arange(0, padded_parts)
+        top = tl.max(tl.load(highest + row * parts + each, mask=each < parts, other=float("-inf")), 0)
+        noise = noise_at(tl.load(seeds + row), tl.load(positions + row) + 1, stream, part * (size // 4), size // 4)
+        x = tl.div_rn(x - top, temperature) + noise
     x = tl.where(x == x, x, float("inf"))
     x = tl.where(inside, x, float("-inf"))
     value = tl.max(x, 0)
@@ -135,7 +138,6 @@ def ranked_parts(
     row_stride,
     stream,
     parts,
-    noisy: tl.constexpr,
     breadth: tl.constexpr,
     size: tl.constexpr,
 ):
@@ -151,12 +153,11 @@ def ranked_parts(
     top = tl.max(x, 0)
     x = x - tl.where(tl.abs(top) < float("inf"), top, 0.0)
     base = tl.where(top == float("-inf"), top, tl.where(top < float("inf"), top, 0.0))
-    if noisy:
-        temperature = tl.load(temperatures + row)
-        if temperature > 0.0:
-            noise = noise_at(tl.load(seeds + row), tl.load(positions + row) + 1, stream, part * (size // 4), size // 4)
-            x = tl.div_rn(x, temperature) + noise
-            base = tl.div_rn(base, temperature)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0.0:
+        noise = noise_at(tl.load(seeds + row), tl.load(positions + row) + 1, stream, part * (size // 4), size // 4)
+        x = tl.div_rn(x, temperature) + noise
+        base = tl.div_rn(base, temperature)
     at = row * parts + part
     tl.store(bases + at, base)
     tl.store(sums + at, tl.sum(tl.exp(x), 0))

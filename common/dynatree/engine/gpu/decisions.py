@@ -1,7 +1,7 @@
 """What the device decides by logits: a target's choices and accepted path, and a draft's best continuations.
 
 A target's round copies only its choices to the host. The host derives the same accepted path from them
-(`dynatree.verify.accept`). On a GPU with Triton, a decision is four launches, five with noise, and a ranking two.
+(`dynatree.verify.accept`). On a GPU, a decision is five launches and a ranking two. Greedy rows draw no noise.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
-from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.gpu.rows import RowBuffers
+from dynatree.engine.gpu.tree_attention import padded
 from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.sampling.device_noise import fill_noise
 from dynatree.engine.sampling.gumbel import NoiseStream
@@ -23,21 +23,20 @@ _ROWS = 256  # rows whose paths are walked at a time
 _STREAM = int(NoiseStream.CHOICE)
 
 
-def decide(logits: Tensor, buffers: RowBuffers, kv_cache: KVCache, noisy: bool) -> Tensor:
+def decide(logits: Tensor, buffers: RowBuffers, kv_cache: KVCache) -> Tensor:
     """Choose the token after each row, and move the keys and values of accepted rows to the slots of committed tokens.
 
     Args:
         logits: `[rows, vocabulary]`.
         buffers: Buffers of the rows.
         kv_cache: KV cache of the rows, with a spare slot beyond its ranges.
-        noisy: Whether a row has a temperature above 0.
 
     Returns:
         int64 `[rows]`; see `chosen`.
     """
     of_rows = (buffers.token_ids, buffers.parents, buffers.plan.slots, buffers.homes)
     drawn = (buffers.temperatures, buffers.seeds, buffers.positions)
-    choices: Tensor = torch.ops.dynatree.decide(logits, kv_cache.data, *of_rows, *drawn, noisy)
+    choices: Tensor = torch.ops.dynatree.decide(logits, kv_cache.data, *of_rows, *drawn)
     return choices
 
 
@@ -52,17 +51,12 @@ def _decide(
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    noisy: bool,
 ) -> Tensor:
-    if HAS_TRITON and logits.is_cuda:
-        choices = choices_by_triton(logits, temperatures, seeds, positions, noisy)
+    if logits.is_cuda:
+        choices = choices_by_triton(logits, temperatures, seeds, positions)
         move_by_triton(data, moves_by_triton(token_ids, parents, slots, homes, choices))
         return choices
-    noise = None
-    if noisy:
-        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        fill_noise(noise, seeds, positions + 1, _STREAM)
-    choices = chosen(logits, temperatures, noise)
+    choices = chosen(logits, temperatures, _drawn(logits, temperatures, seeds, positions))
     drafted = parents != torch.arange(len(parents), device=parents.device)
     kept = (accepted(token_ids, parents.long(), choices) & drafted).nonzero()[:, 0]
     # index_select copies first, so no row overwrites the source of another row
@@ -76,7 +70,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def rank(
-    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, breadth: int
 ) -> tuple[Tensor, Tensor]:
     """Return the best continuations of each row and their log-probabilities, `[rows, breadth]` each.
 
@@ -88,24 +82,22 @@ def rank(
         temperatures: float32 `[rows]`; 0 means greedy.
         seeds: int64 `[rows]`.
         positions: `[rows]`; of the row's own token.
-        noisy: Whether a row has a temperature above 0.
         breadth: Number of continuations.
     """
-    ids, chances = torch.ops.dynatree.rank(logits, limits, temperatures, seeds, positions, noisy, breadth)
+    ids, chances = torch.ops.dynatree.rank(logits, limits, temperatures, seeds, positions, breadth)
     return ids, chances
 
 
 @torch.library.custom_op("dynatree::rank", mutates_args=())
 def _rank(
-    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, breadth: int
 ) -> tuple[Tensor, Tensor]:
-    if HAS_TRITON and logits.is_cuda:
-        return ranks_by_triton(logits, limits, temperatures, seeds, positions, noisy, breadth)
+    if logits.is_cuda:
+        return ranks_by_triton(logits, limits, temperatures, seeds, positions, breadth)
     tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     ranks = logits.float().masked_fill(tokens >= limits[:, None], -torch.inf)
-    if noisy:
-        noise = torch.empty(ranks.shape, dtype=torch.float32, device=ranks.device)
-        fill_noise(noise, seeds, positions + 1, _STREAM)
+    noise = _drawn(ranks, temperatures, seeds, positions)
+    if noise is not None:
         ranks = ranking(ranks, temperatures, noise)
     best = ranks.topk(breadth)
     return best.indices.int(), best.values - ranks.logsumexp(-1, keepdim=True)
@@ -115,6 +107,15 @@ def _rank(
 def _(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     shape = (len(logits), given[-1])
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor | None:
+    """Draw the noise of the next positions on a CPU; None if all rows are greedy."""
+    if not (temperatures > 0).any():
+        return None
+    noise = torch.empty(logits.shape, dtype=torch.float32)
+    fill_noise(noise, seeds, positions + 1, _STREAM)
+    return noise
 
 
 def chosen(logits: Tensor, temperatures: Tensor, noise: Tensor | None) -> Tensor:
@@ -161,7 +162,7 @@ def accepted(token_ids: Tensor, parents: Tensor, choices: Tensor) -> Tensor:
     return holds
 
 
-def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool) -> Tensor:
+def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Compute `chosen` with Triton kernels, which draw the noise of the next positions."""
     from dynatree.engine.gpu import choosing_kernels as kernels
 
@@ -170,25 +171,16 @@ def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, posit
     highest, best = logits.new_empty(2, rows, parts, dtype=torch.float32)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     choices = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    for noisily in (False, True)[: 1 + noisy]:
+    for noisy, scores in ((False, highest), (True, best)):
         kernels.best_of_parts[rows, parts](
-            logits,
-            highest,
-            temperatures,
-            seeds,
-            positions,
-            best if noisily == noisy else highest,
-            places,
-            vocab_size,
-            logits.stride(0),
-            _STREAM,
-            parts,
-            noisy=noisily,
+            *(logits, highest, temperatures, seeds, positions, scores, places),
+            *(vocab_size, logits.stride(0), _STREAM, parts),
+            noisy=noisy,
             size=_PART,
-            padded_parts=_padded(parts),
+            padded_parts=padded(parts),
             enable_fp_fusion=False,
         )
-    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=_padded(parts))
+    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=padded(parts))
     return choices
 
 
@@ -201,7 +193,7 @@ def moves_by_triton(token_ids: Tensor, parents: Tensor, slots: Tensor, homes: Te
 
     rows = len(token_ids)
     moves = torch.empty(1 + 2 * rows, dtype=torch.int32, device=token_ids.device)
-    block = min(_padded(rows), _ROWS)
+    block = min(padded(rows), _ROWS)
     kernels.accepted_moves[1,](token_ids, parents, choices, slots, homes, moves, rows, block=block)
     return moves
 
@@ -212,12 +204,12 @@ def move_by_triton(data: Tensor, moves: Tensor) -> None:
 
     *heads, _, dim = data.shape
     kernels.move_slots[torch.Size(heads).numel(),](
-        data, moves, data.stride(2), dim=dim, padded_dim=_padded(dim), num_warps=1
+        data, moves, data.stride(2), dim=dim, padded_dim=padded(dim), num_warps=1
     )
 
 
 def ranks_by_triton(
-    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, breadth: int
+    logits: Tensor, limits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, breadth: int
 ) -> tuple[Tensor, Tensor]:
     """Compute `rank` with Triton kernels."""
     from dynatree.engine.gpu import choosing_kernels as kernels
@@ -228,20 +220,8 @@ def ranks_by_triton(
     values = torch.empty(rows, parts, breadth, dtype=torch.float32, device=logits.device)
     bases, sums = logits.new_empty(2, rows, parts, dtype=torch.float32)
     kernels.ranked_parts[rows, parts](
-        logits,
-        limits,
-        temperatures,
-        seeds,
-        positions,
-        part_ids,
-        values,
-        bases,
-        sums,
-        vocab_size,
-        logits.stride(0),
-        _STREAM,
-        parts,
-        noisy=noisy,
+        *(logits, limits, temperatures, seeds, positions, part_ids, values, bases, sums),
+        *(vocab_size, logits.stride(0), _STREAM, parts),
         breadth=breadth,
         size=_PART,
         enable_fp_fusion=False,
@@ -249,10 +229,6 @@ def ranks_by_triton(
     ids = torch.empty(rows, breadth, dtype=torch.int32, device=logits.device)
     chances = torch.empty(rows, breadth, dtype=torch.float32, device=logits.device)
     kernels.merged_ranks[rows,](
-        part_ids, values, bases, sums, ids, chances, parts, breadth=breadth, padded_parts=_padded(parts)
+        part_ids, values, bases, sums, ids, chances, parts, breadth=breadth, padded_parts=padded(parts)
     )
     return ids, chances
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -141,7 +141,7 @@ def round_seconds(forwards: Sequence[RowForward], engine: Engine) -> dict[int, f
         for _ in range(_WARM_UPS + _TIMES):
             for each in forwards:
                 started = time.perf_counter()
-                each.decide(noisy=False)  # waits for the device
+                each.decide()  # waits for the device
                 taken[each.sizes.rows].append(time.perf_counter() - started)
     finally:
         engine.kv_cache.release(kv)

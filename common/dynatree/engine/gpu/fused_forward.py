@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.forward.attention import Attending
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.scores import Scores
+from dynatree.engine.gpu.tree_attention import padded
 from dynatree.engine.kv.kv_cache import KVShape
 
 # transformers' names of activation functions, by their `kind` in the kernel
@@ -123,9 +123,8 @@ RowsForward: TypeAlias = FlatForward | FusedForward
 
 
 def forward_of(model: PreTrainedModel, shape: KVShape) -> RowsForward:
-    """Return a model's forward pass over rows: fused on a GPU with Triton if the model is supported."""
-    fuses = HAS_TRITON and model.device.type == "cuda" and can_fuse(model)
-    return FusedForward(model) if fuses else FlatForward(model, shape)
+    """Return a model's forward pass over rows: fused on a GPU if the model is supported."""
+    return FusedForward(model) if model.device.type == "cuda" and can_fuse(model) else FlatForward(model, shape)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -165,26 +164,18 @@ def _add_and_norm_op(
     from dynatree.engine.gpu import fused_kernels as kernels
 
     rows, width = x.shape
+    shifted = len(shifts) > 0
     summed, normed = torch.empty_like(x), x.new_empty(len(scales), rows, width)
+    first, last = (addends[0], addends[-1]) if addends else (x, x)
+    shifts = shifts or scales  # unused without `shifted`
     kernels.add_and_norm[(rows,)](
-        x,
-        addends[0] if addends else x,
-        addends[-1] if addends else x,
-        summed,
-        scales[0],
-        shifts[0] if shifts else scales[0],
-        normed[0],
-        scales[-1],
-        shifts[-1] if shifts else scales[-1],
-        normed[-1],
-        width,
-        epsilons[0],
-        epsilons[-1],
+        *(x, first, last, summed, scales[0], shifts[0], normed[0], scales[-1], shifts[-1], normed[-1]),
+        *(width, epsilons[0], epsilons[-1]),
         addends=len(addends),
         norms=len(scales),
         centered=centered,
-        shifted=len(shifts) > 0,
-        columns_block=_padded(width),
+        shifted=shifted,
+        columns_block=padded(width),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )
@@ -202,18 +193,9 @@ def _rotate_op(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, posit
 
     half = cosines.shape[1] // 2
     kernels.rotate[(query.shape[1], query.shape[0] + key.shape[0])](
-        query,
-        key,
-        cosines,
-        sines,
-        positions,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        query.shape[0],
+        *(query, key, cosines, sines, positions, *query.stride()[:2], *key.stride()[:2], query.shape[0]),
         half=half,
-        padded_half=_padded(half),
+        padded_half=padded(half),
         num_warps=_SMALL_WARPS,
         enable_fp_fusion=False,
     )
@@ -225,10 +207,7 @@ def _activate_op(gate: Tensor, other: Tensor | None, kind: int) -> Tensor:
 
     output = torch.empty_like(gate)
     kernels.activate[(-(-gate.numel() // _BLOCK),)](
-        gate,
-        gate if other is None else other,
-        output,
-        gate.numel(),
+        *(gate, gate if other is None else other, output, gate.numel()),
         kind=kind,
         times=other is not None,
         block=_BLOCK,
@@ -241,7 +220,3 @@ def _activate_op(gate: Tensor, other: Tensor | None, kind: int) -> Tensor:
 @_activate_op.register_fake
 def _(gate: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate)
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

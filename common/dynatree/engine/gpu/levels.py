@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,9 +19,8 @@ from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted
 from dynatree.engine.gpu.decisions import rank
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed
-from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
-from dynatree.engine.gpu.tree_attention import RowPlan
+from dynatree.engine.gpu.tree_attention import RowAttention, RowPlan
 from dynatree.engine.kv.kv_cache import KVCache
 
 WIDTH = 8
@@ -103,7 +101,7 @@ class Levels:
             dtype=torch.int32,
             pin_memory=kv_cache.device.type == "cuda",
         )
-        self._reads = [Replayed(partial(self._all_levels, noisy), pool) for noisy in (False, True)]
+        self._read = Replayed(self._all_levels, pool)
 
     def read(self, wanted: Sequence[LevelsWanted], moves: Sequence[KVMove]) -> list[SegmentRead]:
         """Move at most `MOVES` slots, then compute the wanted levels; return one result for each session."""
@@ -138,13 +136,12 @@ class Levels:
                 count = min(self.rows.tile, sizes.width - start)
                 host["tiles_below"][tile] = (rows.start + start, count, segment.kv.start, blocks)
         self._buffers.send()
-        noisy = any(each.choosing.temperature > 0 for each in wanted)
-        self._told.copy_(self._reads[noisy](), non_blocking=True)
+        self._told.copy_(self._read(), non_blocking=True)
         synchronize(self._kv_cache.device)
         return self._unpacked([(piece.row, piece.rows) for piece in pieces])
 
-    def _all_levels(self, noisy: bool) -> Tensor:
-        """Compute all levels and return their results packed as int32; without `noisy`, all sessions are greedy."""
+    def _all_levels(self) -> Tensor:
+        """Compute all levels and return their results packed as int32."""
         sizes, buffers, more = self.sizes, self._buffers, self._buffers.more
         sources, destinations = more["moves"]
         data = self._kv_cache.data
@@ -152,7 +149,7 @@ class Levels:
         data.index_copy_(3, destinations.long(), data.index_select(3, sources))
         roots = more["roots"].long()
         given = (buffers.temperatures, buffers.seeds, more["limits"], buffers.positions)
-        ids, chances = self._ranked(buffers.token_ids, buffers.plan, *given, noisy)
+        ids, chances = self._ranked(buffers.token_ids, buffers.plan, *given)
         told = [ids, chances]
         ids, chances = ids[roots], chances[roots]  # [sessions, breadth]
         temperatures, seeds, limits, positions = (each[roots].repeat_interleave(sizes.width) for each in given)
@@ -171,7 +168,7 @@ class Levels:
             paths = paths.scatter(1, rows[:, 1:].long() - 1, slots[:, None])
             positions = positions + 1
             plan = RowPlan(more["tiles_below"], slots, rows, paths)
-            ids, chances = self._ranked(tokens, plan, temperatures, seeds, limits, positions, noisy)
+            ids, chances = self._ranked(tokens, plan, temperatures, seeds, limits, positions)
             told += [tokens[:, None], best.flatten()[:, None] // sizes.breadth, ids, chances]
         return torch.cat([_as_int32(each).flatten() for each in told])
 
@@ -183,12 +180,11 @@ class Levels:
         seeds: Tensor,
         limits: Tensor,
         positions: Tensor,
-        noisy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return the best continuations of each row and their log-probabilities; see `rank`."""
         attention = RowAttention(self._kv_cache, plan, self._longest)
         logits = self._forward(token_ids.long()[None], positions.long()[None], attention)
-        return rank(logits, limits, temperatures, seeds, positions, noisy, self.sizes.breadth)
+        return rank(logits, limits, temperatures, seeds, positions, self.sizes.breadth)
 
     def _unpacked(self, spans: Sequence[tuple[int, int]]) -> list[SegmentRead]:
         sizes, breadth = self.sizes, self.sizes.breadth

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
-from dynatree.engine.device import HAS_TRITON, synchronize
+from dynatree.engine.device import synchronize
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.gpu.decisions import decide
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed, graph_pool
 from dynatree.engine.gpu.levels import RowLevelRunner
-from dynatree.engine.gpu.row_attention import RowAttention
 from dynatree.engine.gpu.rows import Piece, RowBuffers, RowSizes
-from dynatree.engine.gpu.tree_attention import tile_rows
+from dynatree.engine.gpu.tree_attention import RowAttention, tile_rows
 from dynatree.engine.kv.kv_cache import KVCache
 
 
@@ -41,21 +39,22 @@ class RowForward:
         self._attention = RowAttention(kv_cache, self.buffers.plan, longest)
         self.run = Replayed(self._logits, pool)
         self._choices = torch.zeros(sizes.rows, dtype=torch.int64, pin_memory=kv_cache.device.type == "cuda")
-        self._decisions = [Replayed(partial(self._decided, noisy), pool) for noisy in (False, True) if decides]
+        self._decision = Replayed(self._decided, pool) if decides else None
 
-    def decide(self, noisy: bool) -> tuple[Tensor, list[int]]:
+    def decide(self) -> tuple[Tensor, list[int]]:
         """Return the logits, which the next forward pass overwrites, and the choices; waits for the device.
 
         The keys and values of accepted rows are then in the slots of committed tokens.
         """
-        logits, choices = self._decisions[noisy]()
+        assert self._decision is not None, "only a target decides"
+        logits, choices = self._decision()
         self._choices.copy_(choices, non_blocking=True)
         synchronize(self._kv_cache.device)
         return logits, self._choices.tolist()
 
-    def _decided(self, noisy: bool) -> tuple[Tensor, Tensor]:
+    def _decided(self) -> tuple[Tensor, Tensor]:
         logits = self._logits()
-        return logits, decide(logits, self.buffers, self._kv_cache, noisy)
+        return logits, decide(logits, self.buffers, self._kv_cache)
 
     def _logits(self) -> Tensor:
         """Compute the logits of all rows, `[rows, vocabulary]`."""
@@ -89,7 +88,7 @@ class RowRunner:
         heads: int,
         decides: bool = True,
     ) -> None:
-        self._pool = pool = graph_pool(kv_cache.device) if HAS_TRITON else None
+        self._pool = pool = graph_pool(kv_cache.device)
         self._tile = tile = tile_rows(heads, kv_cache.shape.kv_heads)
         self._forward, self._kv_cache, self._longest = forward, kv_cache, longest
         self.forwards = [
@@ -125,7 +124,7 @@ class RowRunner:
         [pieces] = forwards
         forward = self._fitting(pieces)
         forward.buffers.fill(segments, pieces, choosings)
-        logits, choices = forward.decide(noisy=any(each is not None and each.temperature > 0 for each in choosings))
+        logits, choices = forward.decide()
         _mark_broken(segments, pieces, [choice != NOT_CHOSEN for choice in choices])
         kept = [_kept(logits, segments[piece.segment], piece) for piece in pieces]
         return kept, [

@@ -1,6 +1,6 @@
 """Tree attention over rows: each row attends to whole blocks shared by its session, and then to its own path.
 
-On a GPU with Triton it runs Triton kernels, and otherwise torch operations.
+On a GPU it runs Triton kernels, and otherwise torch operations.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.forward.scores import Scores
+from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.kv.locality import GLOBAL, Locality
 
 BLOCK = 64  # keys summed at a time
@@ -42,12 +42,32 @@ class RowPlan:
     paths: Tensor
 
 
+class RowAttention:
+    """The attention of one forward pass over rows; implements `Attending`."""
+
+    def __init__(self, kv_cache: KVCache, plan: RowPlan, longest: int) -> None:
+        self._kv_cache = kv_cache
+        self._plan = plan
+        self._longest = longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Store the new keys and values, then attend; see `Attending.attend`."""
+        dtype = self._kv_cache.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        plan, locality = self._plan, self._kv_cache.shape.locality(layer)
+        rules = (scores.scale, scores.cap, scores.sinks, locality.window, locality.chunk)
+        numbers = (plan.tiles, plan.slots, plan.rows, plan.paths, self._longest, *rules)
+        output: Tensor = torch.ops.dynatree.tree_attention(query, key, value, self._kv_cache.layer(layer), *numbers)
+        return output
+
+
 def tile_rows(heads: int, kv_heads: int) -> int:
     """Return the rows of a tile; their query heads that share a key head fill the smallest matrix product."""
-    return max(LEAST_TILE // _padded(heads // kv_heads), 1)
+    return max(LEAST_TILE // padded(heads // kv_heads), 1)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Return the least power of two that is at least `size`, as Triton's blocks need it."""
     return 1 << (size - 1).bit_length()
 
 
@@ -56,37 +76,6 @@ def splits(slots: int) -> tuple[int, int]:
     blocks = -(-slots // BLOCK)
     size = max(SPLIT_BLOCKS, -(-blocks // MAX_SPLITS))
     return -(-blocks // size), size
-
-
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: Tensor,
-    plan: RowPlan,
-    longest: int,
-    scores: Scores,
-    locality: Locality = GLOBAL,
-) -> Tensor:
-    """Store the rows' keys and values, then attend.
-
-    Args:
-        query: `[heads, rows, head_dim]`.
-        key: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
-        value: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
-        layer: One layer of the KV cache, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
-        plan: KV slots that the rows read and write.
-        longest: KV slots of the longest session.
-        scores: How the products of queries and keys become weights.
-        locality: What a query sees of its session's earlier tokens.
-
-    Returns:
-        `[rows, heads, head_dim]`.
-    """
-    numbers = (plan.tiles, plan.slots, plan.rows, plan.paths, longest)
-    rules = (scores.scale, scores.cap, scores.sinks, locality.window, locality.chunk)
-    output: Tensor = torch.ops.dynatree.tree_attention(query, key, value, layer, *numbers, *rules)
-    return output
 
 
 @torch.library.custom_op("dynatree::tree_attention", mutates_args={"layer"})
@@ -107,7 +96,7 @@ def _tree_attention(
     chunk: int | None,
 ) -> Tensor:
     plan, scores, locality = RowPlan(tiles, slots, rows, paths), Scores(scale, cap, sinks), Locality(window, chunk)
-    if HAS_TRITON and query.is_cuda:
+    if query.is_cuda:
         return by_triton(query, key, value, layer, plan, longest, scores, locality)
     return by_torch(query, key, value, layer, plan, scores, locality)
 
@@ -128,13 +117,27 @@ def by_triton(
     scores: Scores,
     locality: Locality = GLOBAL,
 ) -> Tensor:
-    """Compute `tree_attention` with Triton kernels, on a GPU or in Triton's interpreter."""
+    """Store the rows' keys and values, then attend, by Triton kernels: on a GPU or in Triton's interpreter.
+
+    Args:
+        query: `[heads, rows, head_dim]`.
+        key: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
+        value: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
+        layer: One layer of the KV cache, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
+        plan: KV slots that the rows read and write.
+        longest: KV slots of the longest session.
+        scores: How the products of queries and keys become weights.
+        locality: What a query sees of its session's earlier tokens.
+
+    Returns:
+        `[rows, heads, head_dim]`.
+    """
     from dynatree.engine.gpu import tree_attention_kernels as kernels
 
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
-    group = _padded(heads // kv_heads)
+    group = padded(heads // kv_heads)
     split_count, split_blocks = splits(longest)
     part = torch.empty(rows, heads, split_count, dim + 2, dtype=torch.float32, device=query.device).view(-1)
     per_split = rows * heads * split_count
@@ -145,7 +148,7 @@ def by_triton(
         "group": heads // kv_heads,
         "padded_group": group,
         "dim": dim,
-        "padded_dim": max(_padded(dim), LEAST_TILE),
+        "padded_dim": max(padded(dim), LEAST_TILE),
         "tile": max(LEAST_TILE, group),
         "block": BLOCK,
         "splits": split_count,
@@ -155,53 +158,23 @@ def by_triton(
         "cap": (scores.cap or 0.0) * math.log2(math.e),
         "wide": query.dtype == torch.float32 or not query.is_cuda,
     }
-    stages = 1 if sizes["wide"] else 2  # pipelined blocks; two of float32 exceed a small GPU's shared memory
     in_log2 = scores.factor(dim) * math.log2(math.e)
+    parts = (part_max, part_sum, part_out)
+    of_query, of_key, of_value, of_cache = (each.stride()[:2] for each in (query, key, value, layer))
+    # Of pipelined blocks, two of float32 exceed a small GPU's shared memory. With fusion, one launch may fuse a product
+    # and a sum, and the other not.
+    options = {"num_warps": _WARPS, "num_stages": 1 if sizes["wide"] else 2, "enable_fp_fusion": False}
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
-        query,
-        key,
-        value,
-        layer,
-        plan.tiles,
-        plan.rows,
-        plan.slots,
-        part_max,
-        part_sum,
-        part_out,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        layer.stride(0),
-        layer.stride(1),
-        in_log2,
+        *(query, key, value, layer, plan.tiles, plan.rows, plan.slots),
+        *(*parts, *of_query, *of_key, *of_value, *of_cache, in_log2),
         **sizes,
-        num_warps=_WARPS,
-        num_stages=stages,
-        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+        **options,
     )
     kernels.own_paths[rows, kv_heads](
-        query,
-        layer,
-        plan.rows,
-        plan.paths,
-        scores.sinks,
-        part_max,
-        part_sum,
-        part_out,
-        output,
-        query.stride(0),
-        query.stride(1),
-        layer.stride(0),
-        layer.stride(1),
-        plan.paths.stride(0),
-        in_log2,
+        *(query, layer, plan.rows, plan.paths, scores.sinks, *parts, output),
+        *(*of_query, *of_cache, plan.paths.stride(0), in_log2),
         **sizes,
-        num_warps=_WARPS,
-        num_stages=stages,
-        enable_fp_fusion=False,  # otherwise one launch may fuse a product and a sum, and the other not
+        **options,
     )
     return output
 
@@ -215,43 +188,44 @@ def by_torch(
     scores: Scores,
     locality: Locality = GLOBAL,
 ) -> Tensor:
-    """Compute `tree_attention` with torch operations: shared blocks, then own paths, merged by their log-sum-exps.
+    """Compute the same with torch operations: shared blocks, then own paths, merged by their log-sum-exps.
 
-    The plan is read on the host, so no graph can capture this function.
+    Sums are in float32, or in float64 if the KV cache is. The plan is read on the host, so no graph can capture this.
     """
     dtype, kv_heads = layer.dtype, key.shape[0]
+    wide = torch.promote_types(dtype, torch.float32)
     heads, count, dim = query.shape
     tiles, paths = plan.tiles.tolist(), plan.paths.long()
     stored = sum(tile[1] for tile in tiles)  # rows behind the last tile are padding
     for held, new in zip(layer, (key, value), strict=True):
         held.index_copy_(1, plan.slots[:stored].long(), new[:, :stored].to(dtype).nan_to_num(0.0, 0.0, 0.0))
-    groups = query.reshape(kv_heads, heads // kv_heads, count, dim).float()  # [kv_heads, group, rows, dim]
+    groups = query.reshape(kv_heads, heads // kv_heads, count, dim).to(wide)  # [kv_heads, group, rows, dim]
     groups = groups * scores.factor(dim)
     out = groups.new_zeros(groups.shape)
     log_sum = groups.new_full(groups.shape[:-1], -math.inf)  # [kv_heads, group, rows]
     if scores.sinks is not None:
-        log_sum[:] = scores.sinks.float().reshape(kv_heads, heads // kv_heads, 1)
+        log_sum[:] = scores.sinks.to(wide).reshape(kv_heads, heads // kv_heads, 1)
     shared, lengths = plan.rows[:, 0] * BLOCK, plan.rows[:, 1]
     lowest = locality.lowest(shared + lengths - 1)  # [rows]
     for first, rows, base, blocks in tiles:
         if rows and blocks:
             span, at = slice(base, base + blocks * BLOCK), slice(first, first + rows)
-            products = scores.capped(groups[:, :, at] @ layer[0, :, None, span].float().transpose(-1, -2))
+            products = scores.capped(groups[:, :, at] @ layer[0, :, None, span].to(wide).transpose(-1, -2))
             unseen = torch.arange(blocks * BLOCK, device=query.device) < lowest[at, None]
             products.masked_fill_(unseen, -math.inf)
             before, within = log_sum[:, :, at], products.logsumexp(-1)
             log_sum[:, :, at] = torch.logaddexp(before, within)
             weights = (products - log_sum[:, :, at, None]).exp().nan_to_num(0.0)  # NaN where no key is seen
-            out[:, :, at] = weights.to(dtype).float() @ layer[1, :, None, span].float()
+            out[:, :, at] = weights.to(dtype).to(wide) @ layer[1, :, None, span].to(wide)
     reached = max(int(lengths.max()), 1)
     places = torch.arange(reached, device=query.device)
     unseen = (places >= lengths[:, None]) | (shared[:, None] + places < lowest[:, None])  # [rows, path]
     # past its end, a path repeats its first slot, whose values are finite and get no weight
     own = torch.where(unseen, paths[:, :1], paths[:, :reached])
-    keys, values = (each[:, own].float() for each in layer)  # [kv_heads, rows, path, dim]
+    keys, values = (each[:, own].to(wide) for each in layer)  # [kv_heads, rows, path, dim]
     products = scores.capped(torch.einsum("kgrd,krpd->kgrp", groups, keys)).masked_fill(unseen, -math.inf)
     own_sum = products.logsumexp(-1)
-    own_out = torch.einsum("kgrp,krpd->kgrd", products.softmax(-1).to(dtype).float(), values)
+    own_out = torch.einsum("kgrp,krpd->kgrd", products.softmax(-1).to(dtype).to(wide), values)
     share = torch.sigmoid(own_sum - log_sum)[..., None]  # share of the row's total weight that its own path has
     merged = torch.where(lengths[:, None] > 0, own_out * share + out * (1 - share), 0.0)  # padding has no path
-    return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype)
+    return merged.reshape(heads, count, dim).transpose(0, 1).to(query.dtype).contiguous()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynatree.engine.device import HAS_TRITON
 from dynatree.engine.sampling.gumbel import NoiseStream, gumbel
 
 _BLOCKS = 256  # Philox blocks of four numbers that a program draws
@@ -57,7 +56,7 @@ def _described(tensor: Tensor) -> str:
 
 @torch.library.custom_op("dynatree::fill_noise", mutates_args={"out"})
 def _fill_noise(out: Tensor, seeds: Tensor, positions: Tensor, stream: int) -> None:
-    if HAS_TRITON and out.is_cuda:
+    if out.is_cuda:
         by_triton(out, seeds, positions, stream)
     else:
         by_numpy(out, seeds, positions, stream)
