@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c")
+SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c", "recurrence.c", "short_conv.c")
 CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # One mistake each: a file, the right text, and the wrong text that replaces it.
 NORM = "for (int64_t d = whole; d {} width; d++) {{\n        float x = (load_one"

@@ -88,10 +88,7 @@ def _convolution(
 def _convolve(
     weight: Tensor, bias: Tensor | None, x: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Records]:
-    """Compute `short_conv` in float64; inputs are kept in their own dtype."""
-    wide = None if bias is None else bias.double()
-    output = short_conv.short_conv(x.double(), weight.double(), wide, kept[0], ancestors, state)
-    return output.to(x.dtype), (x,)
+    return short_conv.short_conv(x, weight, bias, kept[0], ancestors, state), (x,)
 
 
 def _shift(state: Tensor, records: Records) -> Tensor:

@@ -29,6 +29,8 @@ _FUNCTIONS = {
     "dynatree_linear": (_POINTER, _POINTER, _COUNT, _POINTER),
     "dynatree_forward": (_POINTER, _POINTER),
     "dynatree_experts": (_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER),
+    "dynatree_recurrence": (_POINTER,),
+    "dynatree_convolution": (_POINTER,),
 }
 
 
