@@ -165,7 +165,7 @@ def test_numbers_that_are_not_finite_reach_no_other_token():
     assert recurring.faulty() == [1]
     assert outputs[2].item() == DECAY * 1 + 3
     recurring.commit()
-    assert all(each.isfinite().all() for _, records in kv.memory.layers.values() for each in records)
+    assert all(each.isfinite().all() for _, records in kv.memory.layers.values() for each in records.joined())
 
 
 def test_states_are_counted_before_slots(monkeypatch):
