@@ -17,21 +17,8 @@
 
 #include "kernels.h"
 
-#define WIDE (LANES / 2)
+#define LINES 4          /* most sums that are computed together, each over a line of its own */
 #define PARTS (8 / WIDE) /* vectors of the eight sums of a product */
-#define LINES 4          /* most sums that are computed together */
-
-typedef double wide __attribute__((vector_size(4 * LANES), aligned(8), may_alias));
-
-/* a * b + c, rounded once. */
-INLINE double fused_double(double a, double b, double c) { return __builtin_fma(a, b, c); }
-INLINE wide fused_wide(double a, wide b, wide c) {
-#if LANES == 16
-    return (wide)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
-#else
-    return (wide)_mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)b, (__m256d)c);
-#endif
-}
 
 /* A thread's working memory. `all` is the number of kept and new tokens. */
 struct memory {
@@ -78,7 +65,7 @@ INLINE void add_vectors(int lines, int vectors, const double *const *rows, const
     for (int64_t j = 0; j < count; j++)
         EACH(i, vectors) {
             wide x = *(const wide *)(rows[j] + at + i * WIDE);
-            EACH(line, lines) held[line][i] = fused_wide(weights[j * lines + line], x, held[line][i]);
+            EACH(line, lines) held[line][i] = fused_wide(wide_splat(weights[j * lines + line]), x, held[line][i]);
         }
     EACH(line, lines) EACH(i, vectors) *(wide *)(sums + line * width + at + i * WIDE) = held[line][i];
 }
@@ -117,11 +104,7 @@ INLINE void multiply(int lines, int across, const double *const *queries, const 
             wide key = *(const wide *)(keys[i] + d + part * WIDE);
             EACH(line, lines) {
                 wide query = *(const wide *)(queries[line] + d + part * WIDE);
-#if LANES == 16
-                sums[line][i][part] = (wide)_mm512_fmadd_pd((__m512d)query, (__m512d)key, (__m512d)sums[line][i][part]);
-#else
-                sums[line][i][part] = (wide)_mm256_fmadd_pd((__m256d)query, (__m256d)key, (__m256d)sums[line][i][part]);
-#endif
+                sums[line][i][part] = fused_wide(query, key, sums[line][i][part]);
             }
         }
     for (int line = 0; line < lines; line++)

@@ -24,8 +24,6 @@ static void find_taps(const struct convolution *c, const char **taps) {
     }
 }
 
-typedef double wide __attribute__((vector_size(4 * LANES), aligned(8), may_alias));
-
 INLINE wide widened(vec x, int upper) {
 #if LANES == 16
     return (wide)_mm512_cvtps_pd(upper ? _mm512_extractf32x8_ps((__m512)x, 1) : _mm512_castps512_ps256((__m512)x));
