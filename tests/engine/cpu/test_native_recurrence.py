@@ -59,7 +59,9 @@ def drawn(generator, count, groups, shared, dk, dv):
 def parents_of(chooser, nodes, chained):
     """A random tree of `nodes` tokens, whose first one is its root; sometimes a forest."""
     lowest = chooser.choice((0, 0, -1))
-    return [-1] + [node - 1 if chooser.random() < chained else chooser.randint(lowest, node - 1) for node in range(1, nodes)]
+    return [-1] + [
+        node - 1 if chooser.random() < chained else chooser.randint(lowest, node - 1) for node in range(1, nodes)
+    ]
 
 
 def ancestors_of(parents, kept):
@@ -99,7 +101,9 @@ def assert_near(ours, right):
 
 @pytest.mark.usefixtures("build")
 @each_rule
-@given(size=sizes, nodes=st.integers(1, 70), kept=st.sampled_from([0, 1, 5, 64, 90]), chained=st.floats(0, 1), seed=seeds)
+@given(
+    size=sizes, nodes=st.integers(1, 70), kept=st.sampled_from([0, 1, 5, 64, 90]), chained=st.floats(0, 1), seed=seeds
+)
 @some
 def test_a_tree_equals_that_of_torch_and_each_token_has_the_bits_of_its_path_alone(
     in_torch, rule, size, nodes, kept, chained, seed
@@ -265,7 +269,7 @@ def test_tensors_that_do_not_belong_together_are_refused():
         (q.float(), k, v, g, beta, none, ancestors, state),
         (q, k, v, g, beta, none, ancestors, state[:3]),
     ):
-        with pytest.raises(ValueError, match="expected|multiple"):
+        with pytest.raises(ValueError, match=r"expected|multiple"):
             native_recurrence.recur(*wrong)
     with pytest.raises(ValueError, match="expected"):
         native_recurrence.fold(state, (k, v, g[:2]))

@@ -4,11 +4,11 @@
  *
  *     D_i S' q_i + sum_a D_ia (k_a . q_i) u_a   for its output,   and the same with k_i in place of q_i   for u_i.
  *
- * Both are sums of rows: those of the state S, then those of the u_a in the ancestors' order. The tokens of a block take
- * part in one loop over the rows, so that a row is read once for all of them. Rows that no token of the block needs are
- * left out, and a row that another token needs is added with weight 0. So a token's sums have the same terms in the same
- * order, and the same bits, in any tree and on any build. Products of keys are always eight sums, which are then added
- * in a fixed order.
+ * Both are sums of rows: those of the state S, then those of the u_a in the ancestors' order. One loop over the rows
+ * computes the sums of a block of tokens, so that a row is read once for all of them. Rows that no token of the block
+ * needs are left out, and a row that another token needs is added with weight 0. So a token's sums have the same terms
+ * in the same order, and the same bits, in any tree and on any build. A product of keys is always eight sums, which are
+ * then added in a fixed order.
  *
  * A task computes the heads of a group that share keys, or a part of them if there are fewer groups than threads.
  */
@@ -51,7 +51,7 @@ INLINE const double *value_of(const struct recurrence *r, int64_t token, int64_t
                            : (r->beta ? r->u : r->v) + ((token - r->kept) * r->heads + head) * r->values;
 }
 
-/* The vector that a line of a block multiplies with the keys: a token's query, then its key if it has a pseudo-value. */
+/* The vector that a line of a block multiplies with the keys: a token's query, then its key for a pseudo-value. */
 INLINE const double *query_of(const struct recurrence *r, int64_t first, int64_t line, int64_t group) {
     const double *from = line % kinds(r) ? r->k : r->q;
     return from + ((first + line / kinds(r)) * r->groups + group) * r->keys;
@@ -61,13 +61,15 @@ INLINE const double *query_of(const struct recurrence *r, int64_t first, int64_t
 INLINE void add_vectors(int lines, int vectors, const double *const *rows, const double *weights, int64_t count,
                         int64_t at, int64_t width, double *sums) {
     wide held[LINES][8];
-    EACH(line, lines) EACH(i, vectors) held[line][i] = *(wide *)(sums + line * width + at + i * WIDE);
+    EACH(line, lines)
+        EACH(i, vectors) held[line][i] = *(wide *)(sums + line * width + at + i * WIDE);
     for (int64_t j = 0; j < count; j++)
         EACH(i, vectors) {
             wide x = *(const wide *)(rows[j] + at + i * WIDE);
             EACH(line, lines) held[line][i] = fused_wide(wide_splat(weights[j * lines + line]), x, held[line][i]);
         }
-    EACH(line, lines) EACH(i, vectors) *(wide *)(sums + line * width + at + i * WIDE) = held[line][i];
+    EACH(line, lines)
+        EACH(i, vectors) *(wide *)(sums + line * width + at + i * WIDE) = held[line][i];
 }
 
 INLINE void add_rows_to(int lines, int vectors, const double *const *rows, const double *weights, int64_t count,
@@ -98,15 +100,18 @@ INLINE void multiply(int lines, int across, const double *const *queries, const 
                      double *to) {
     wide sums[LINES][4][PARTS];
     int64_t d = 0;
-    EACH(line, lines) EACH(i, across) EACH(part, PARTS) sums[line][i][part] = (wide){0};
+    EACH(line, lines)
+        EACH(i, across)
+            EACH(part, PARTS) sums[line][i][part] = (wide){0};
     for (; d + 8 <= size; d += 8)
-        EACH(part, PARTS) EACH(i, across) {
-            wide key = *(const wide *)(keys[i] + d + part * WIDE);
-            EACH(line, lines) {
-                wide query = *(const wide *)(queries[line] + d + part * WIDE);
-                sums[line][i][part] = fused_wide(query, key, sums[line][i][part]);
+        EACH(part, PARTS)
+            EACH(i, across) {
+                wide key = *(const wide *)(keys[i] + d + part * WIDE);
+                EACH(line, lines) {
+                    wide query = *(const wide *)(queries[line] + d + part * WIDE);
+                    sums[line][i][part] = fused_wide(query, key, sums[line][i][part]);
+                }
             }
-        }
     for (int line = 0; line < lines; line++)
         for (int i = 0; i < across; i++) {
             double s[8];
@@ -209,7 +214,8 @@ static void finish(const struct recurrence *r, int64_t first, int64_t size, int6
             double *sums = m->sums + line * width;
             for (int64_t j = 0; j < i; j++) {
                 const double *value = value_of(r, r->kept + first + j, head);
-                double decay = m->between[token * all + r->kept + first + j], weight = decay * products[j * lines + line];
+                double decay = m->between[token * all + r->kept + first + j];
+                double weight = decay * products[j * lines + line];
                 if (decay != 0.0)
                     for (int64_t c = 0; c < width; c++) sums[c] = fused_double(weight, value[c], sums[c]);
             }
@@ -283,9 +289,8 @@ static int allocate(const struct recurrence *r, struct memory *m) {
     m->rows = malloc((r->keys + all) * sizeof *m->rows);
     m->seen = malloc(rows * all * sizeof *m->seen + 1);
     m->found = malloc(rows * sizeof *m->found);
-    return m->decays && m->between && m->entering && m->products && m->weights && m->sums && m->rows && m->seen && m->found
-               ? 0
-               : -1;
+    int some = m->decays && m->between && m->entering && m->products && m->weights;
+    return some && m->sums && m->rows && m->seen && m->found ? 0 : -1;
 }
 
 static void release(struct memory *m) {
@@ -310,8 +315,8 @@ int dynatree_recurrence(const struct recurrence *r) {
         if (!failed) {
             find_seen(r, &memory);
             TASKS(task, r->groups * parts, &next) {
-                int64_t group = task / parts, part = task % parts;
-                int64_t first = group * shared + shared * part / parts, last = group * shared + shared * (part + 1) / parts;
+                int64_t group = task / parts, part = task % parts, start = group * shared;
+                int64_t first = start + shared * part / parts, last = start + shared * (part + 1) / parts;
                 if (first < last) multiply_blocks(r, group, &memory);
                 for (int64_t head = first; head < last; head++)
                     r->tokens ? scan_head(r, group, head, &memory) : fold_head(r, group, head, &memory);

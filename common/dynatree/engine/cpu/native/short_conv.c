@@ -1,8 +1,8 @@
 /* A causal convolution of each channel over a token and its last ancestors: see `native_recurrence.py`.
  *
- * Inputs have the model's dtype. Sums are float64, and rounded to float32 and then to the dtype, as torch does. Products
- * of two such inputs are exact in float64. A token's sum has the same terms in the same order in any tree, so it has the
- * same bits. A task computes some channels.
+ * Inputs have the model's dtype. Sums are float64, and rounded to float32 and then to the dtype, as torch does.
+ * Products of two such inputs are exact in float64. A token's sum has the same terms in the same order in any tree, so
+ * it has the same bits. A task computes some channels.
  */
 #include <stdlib.h>
 
