@@ -9,17 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynatree.engine.cpu import native_recurrence
+from dynatree.engine.cpu.native_recurrence import fold, gated_delta, linear_attention, short_conv
 from dynatree.engine.forward.recurrent_batch import RecurrentBatch
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
-from dynatree.engine.recurrent import linear_attention
-from dynatree.engine.recurrent.gated_delta import gated_delta
-from dynatree.engine.recurrent.linear_attention import fold
 from dynatree.engine.recurrent.memory import KEPT, RecurrentSize
 from dynatree.engine.recurrent.recorded import Recorded
 from dynatree.engine.recurrent.scan import Scan
-from dynatree.engine.recurrent.short_conv import short_conv
 from tests.support.kernel_builds import compiled
 
 pytestmark = compiled
@@ -38,7 +35,7 @@ def delta(q, k, v, g, beta, kept, ancestors, state):
 
 
 def linear(q, k, v, g, beta, kept, ancestors, state):
-    return linear_attention.linear_attention(q, k, v, g, kept, ancestors, state)
+    return linear_attention(q, k, v, g, kept, ancestors, state)
 
 
 each_rule = pytest.mark.parametrize("rule", [delta, linear])

@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from dynatree.engine.adapters import state_spaces
 from dynatree.engine.adapters.layer_call import LayerCall
-from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
+from dynatree.engine.cpu import native_recurrence
+from dynatree.engine.recurrent import short_conv
 from dynatree.engine.recurrent.linear_attention import Records
 from dynatree.engine.recurrent.scan import Scan
 
@@ -88,7 +89,7 @@ def _convolution(
 def _convolve(
     weight: Tensor, bias: Tensor | None, x: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Records]:
-    return short_conv.short_conv(x, weight, bias, kept[0], ancestors, state), (x,)
+    return native_recurrence.short_conv(x, weight, bias, kept[0], ancestors, state), (x,)
 
 
 def _shift(state: Tensor, records: Records) -> Tensor:
@@ -109,7 +110,7 @@ def _delta_rule(
     heads, size = value.shape[2:]
     start = partial(rows[0].new_zeros, (heads, key.shape[3], size))
     none = (rows[1][:0], rows[2][:0], rows[3][:0])
-    scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, start, none)
+    scan = Scan("a gated delta rule", native_recurrence.gated_delta, native_recurrence.fold, start, none)
     return call.scan(scan, rows)[None].to(value.dtype), None
 
 

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.cpu.native import DTYPES, address, call, kernels
+from dynatree.engine.recurrent import gated_delta as delta_rule
+from dynatree.engine.recurrent import linear_attention as attention
+from dynatree.engine.recurrent import short_conv as convolution
+from dynatree.engine.recurrent.linear_attention import Records
 
 _MOST_TAPS = 16  # MOST_TAPS of `native/kernels.h`
 
@@ -58,7 +62,48 @@ class _Convolution(ctypes.Structure):
     )
 
 
-def recurs(state: Tensor, g: Tensor) -> bool:
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    kept: Records,
+    ancestors: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Records]:
+    """Compute the gated delta rule as `recurrent.gated_delta` does, which computes what the kernel does not."""
+    if not _recurs(state, g):
+        return delta_rule.gated_delta(q, k, v, g, beta, kept, ancestors, state)
+    if ancestors is None:
+        return attention.in_chunks(gated_delta, (q, k, v, g, beta), kept, state, fold)
+    output, u = recur(q, k, v, g, beta, kept, ancestors, state)
+    return output, (k, u, g)
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
+) -> tuple[Tensor, Records]:
+    """Compute linear attention as `recurrent.linear_attention` does, which computes what the kernel does not."""
+    if not _recurs(state, g):
+        return attention.linear_attention(q, k, v, g, kept, ancestors, state)
+    if ancestors is None:
+        return attention.in_chunks(linear_attention, (q, k, v, g), kept, state, fold)
+    output, _ = recur(q, k, v, g, None, kept, ancestors, state)
+    return output, (k, v, g)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, ancestors: Tensor | None, state: Tensor
+) -> Tensor:
+    """Compute a convolution as `recurrent.short_conv` does, which computes what the kernel does not."""
+    fits = x.dtype == weight.dtype and x.dtype in DTYPES and weight.shape[1] <= _MOST_TAPS
+    if fits and x.device.type == "cpu" and kernels() is not None:
+        return convolve(x, weight, bias, kept, ancestors, state)
+    return convolution.short_conv(x, weight, bias, kept, ancestors, state)
+
+
+def _recurs(state: Tensor, g: Tensor) -> bool:
     """Whether the kernel computes layers with such states and log-decays: float64, and a decay for each head."""
     return state.dtype == torch.float64 and state.device.type == "cpu" and g.dim() == 2 and kernels() is not None
 
@@ -69,11 +114,11 @@ def recur(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
-    kept: tuple[Tensor, ...],
+    kept: Records,
     ancestors: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule, or linear attention without `beta`; see `gated_delta` and `linear_attention`.
+    """Compute the gated delta rule, or linear attention without `beta`, by the kernel.
 
     Returns:
         Outputs, and the values of the records; both `[n, H, dv]`.
@@ -99,13 +144,15 @@ def recur(
     return output, u
 
 
-def fold(state: Tensor, records: tuple[Tensor, ...]) -> Tensor:
-    """Compute the state after a chain of tokens; see `linear_attention.fold`.
+def fold(state: Tensor, records: Records) -> Tensor:
+    """Compute the state after a chain of tokens as `recurrent.linear_attention.fold` does.
 
     Raises:
         MemoryError: The kernel cannot allocate its working memory.
         ValueError: The tensors do not belong together.
     """
+    if not _recurs(state, records[-1]):
+        return attention.fold(state, records)
     to, held = _structure(state, records)
     output = torch.empty_like(state)
     to.output = address(output, torch.float64, *state.shape)
@@ -114,7 +161,7 @@ def fold(state: Tensor, records: tuple[Tensor, ...]) -> Tensor:
     return output
 
 
-def _structure(state: Tensor, kept: tuple[Tensor, ...]) -> tuple[_Recurrence, list[Tensor]]:
+def _structure(state: Tensor, kept: Records) -> tuple[_Recurrence, list[Tensor]]:
     """Return the kernel's structure of the tokens so far, and the tensors that it points at, which must outlive it."""
     double = torch.float64
     held = [state.contiguous(), *(each.contiguous() for each in kept)]
@@ -135,16 +182,10 @@ def _structure(state: Tensor, kept: tuple[Tensor, ...]) -> tuple[_Recurrence, li
     ), held
 
 
-def convolves(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes convolutions of such inputs."""
-    fits = x.dtype == weight.dtype and weight.shape[1] <= _MOST_TAPS
-    return fits and x.device.type == "cpu" and x.dtype in DTYPES and kernels() is not None
-
-
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, ancestors: Tensor | None, state: Tensor
 ) -> Tensor:
-    """Compute a convolution of each channel in float64, rounded to the dtype of `x`; see `short_conv`.
+    """Compute a convolution of each channel by the kernel, with taps of the dtype of `x`, at most 16.
 
     Raises:
         MemoryError: The kernel cannot allocate its working memory.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynatree.engine.cpu import native_recurrence
 from dynatree.engine.recurrent.linear_attention import Records, append, fold, in_chunks, of_heads, products, read, seen
 
 __all__ = ["fold", "gated_delta"]
@@ -50,9 +49,6 @@ def gated_delta(
     """
     if ancestors is None:
         return in_chunks(gated_delta, (q, k, v, g, beta), kept, state)
-    if native_recurrence.recurs(state, g):
-        output, u = native_recurrence.recur(q, k, v, g, beta, kept, ancestors, state)
-        return output, (k, u, g)
     m = len(kept[0])
     keys, decays = append((kept[0], kept[2]), (k, g))
     (by_query, by_key), entering = products((q, k), keys, decays, seen(ancestors))

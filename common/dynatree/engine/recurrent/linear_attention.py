@@ -21,8 +21,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dynatree.engine.cpu import native_recurrence
-
 # The keys [m, G, dk], values [m, H, dv] and log-decays [m, H] or [m, H, dk] of m tokens, in the order of their slots.
 Records: TypeAlias = tuple[Tensor, ...]
 
@@ -50,9 +48,6 @@ def linear_attention(
     """
     if ancestors is None:
         return in_chunks(linear_attention, (q, k, v, g), kept, state)
-    if native_recurrence.recurs(state, g):
-        output, _ = native_recurrence.recur(q, k, v, g, None, kept, ancestors, state)
-        return output, (k, v, g)
     keys, values, decays = append(kept, (k, v, g))
     (weights,), entering = products((q,), keys, decays, seen(ancestors))
     return read(q, weights, entering, values, state), (k, v, g)
@@ -61,8 +56,6 @@ def linear_attention(
 def fold(state: Tensor, records: Records) -> Tensor:
     """Compute the state after a chain of tokens: `[H, dk, dv]`, from the state before it and the chain's records."""
     keys, values, decays = records
-    if native_recurrence.recurs(state, decays):
-        return native_recurrence.fold(state, records)
     entering, between = _path_decays(decays, torch.ones(1, len(decays), dtype=torch.bool, device=decays.device))
     if decays.dim() == 2:
         entering, between = entering[..., None], between[..., None]
@@ -121,7 +114,11 @@ def read(q: Tensor, weights: Tensor, entering: Tensor, values: Tensor, state: Te
 
 
 def in_chunks(
-    step: Callable[..., tuple[Tensor, Records]], tokens: Sequence[Tensor], kept: Records, state: Tensor
+    step: Callable[..., tuple[Tensor, Records]],
+    tokens: Sequence[Tensor],
+    kept: Records,
+    state: Tensor,
+    fold: Callable[[Tensor, Records], Tensor] = fold,
 ) -> tuple[Tensor, Records]:
     """Compute a chain by chunks, so that work and memory grow with its length and not with the length's square.
 
@@ -130,6 +127,7 @@ def in_chunks(
         tokens: Its first arguments, one row a token.
         kept: Records of the earlier tokens.
         state: The state before them.
+        fold: Computes the state after a chunk.
     """
     outputs, records = [], []
     for start in range(0, len(tokens[0]), CHUNK):

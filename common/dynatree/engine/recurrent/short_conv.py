@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynatree.engine.cpu import native_recurrence
 from dynatree.engine.recurrent.linear_attention import seen
 
 
@@ -27,8 +26,6 @@ def short_conv(
     Returns:
         `[n, channels]`, in the dtype of `x`.
     """
-    if native_recurrence.convolves(x, weight):
-        return native_recurrence.convolve(x, weight, bias, kept, ancestors, state)
     m = len(kept)
     if ancestors is None or ancestors[:, :m].all():  # the kept tokens are a chain before all new ones
         state, kept, ancestors = fold(state, kept), kept[:0], None if ancestors is None else ancestors[:, m:]
