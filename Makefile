@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # More arguments for pip, for example the index of another build of torch.
 PIP_ARGS ?=
+# With it, each of hundreds of processes would compile the package and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 # The environment is installed in two steps: what the demo needs, and what development needs besides.

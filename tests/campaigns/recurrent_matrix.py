@@ -2,6 +2,7 @@
 
 A tiny model of each family is served in float32 through both services. Its draft attends, and proposes four tokens, as
 half of the requests ask, so that trees of every form are accepted and rejected. Prints a JSON line for each family.
+With `--int8`, the target has rounded weights in bfloat16, and its own plain decoding stands for `generate()`.
 """
 
 from __future__ import annotations
@@ -97,19 +98,35 @@ def saved_pair(family: str, folder: Path) -> tuple[Path, Path]:
     return models[0], models[1]
 
 
-def compare(family: str, folder: Path, policies: Sequence[str], prompts: int, new: int = NEW) -> dict[str, Any]:
-    """Compare the tokens of a family's tiny model under policies with those of `generate()`."""
+def compare(
+    family: str, folder: Path, policies: Sequence[str], prompts: int, new: int = NEW, *, int8: bool = False
+) -> dict[str, Any]:
+    """Compare the tokens of a family's tiny model under policies with those of `generate()`.
+
+    With `int8`, compare rounded weights in bfloat16 with plain decoding by the same services.
+    """
     target, draft = saved_pair(family, folder)
-    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     every = list(requests(prompts))
-    right = [generated(plain, prompt, new, **options) for prompt, options in every]
+    dtype, weights = ("bfloat16", "int8") if int8 else ("float32", "auto")
+    right: list[tuple[int, ...]] = []
+    if not int8:
+        plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
+        right = [generated(plain, prompt, new, **options) for prompt, options in every]
     result: dict[str, Any] = {"family": family, "completions": 0, "tokens": 0, "wrong": [], "distinct": 0}
-    result["distinct"] = len({token for text in right for token in text})
     result["accepted"] = dict.fromkeys(policies, 0)
     with (
-        running_services(folder, target, draft, dtype="float32", prefix_cache=False) as services,
+        running_services(folder, target, draft, dtype=dtype, weights=weights, prefix_cache=False) as services,
         Client(services.draft_address) as client,
     ):
+        right = right or [
+            tuple(
+                client.generate(
+                    prompt, max_new_tokens=new, policy="autoregressive", ignore_eos=True, **options
+                ).token_ids
+            )
+            for prompt, options in every
+        ]
+        result["distinct"] = len({token for text in right for token in text})
         for policy in policies:
             for number, ((prompt, options), expected) in enumerate(zip(every, right, strict=True)):
                 completion = client.generate(
@@ -135,12 +152,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all with recurrent layers")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="default: %(default)s")
+    parser.add_argument("--int8", action="store_true", help="round the targets' weights to 8 bits")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the models are too small for more
     wrong = 0
     for family in options.families or sorted(RECURRENT):
         with tempfile.TemporaryDirectory() as folder:
-            result = compare(family, Path(folder), policy_names(), options.prompts)
+            result = compare(family, Path(folder), policy_names(), options.prompts, int8=options.int8)
         print(json.dumps(result), flush=True)
         wrong += len(result["wrong"])
     return int(wrong > 0)

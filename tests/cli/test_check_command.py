@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from dynatree.cli.main import main
+from tests.support.door import saved
+from tests.support.families import tiny_config, tiny_model
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_random_model
@@ -42,6 +44,18 @@ def test_json_has_every_number(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [found[role]["weights"] for role in ("target", "draft")] == ["float32", "int4 and int8"]
     assert 0 < found["draft"]["weight_bytes"] < found["target"]["weight_bytes"]
     assert found["target"]["context_length"] == 100
+
+
+def test_a_model_without_attention_says_what_it_keeps_and_who_bounds_its_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(saved(tiny_model(tiny_config("mamba"), 0), tmp_path))
+    capsys.readouterr()
+    assert main(["check", "--target-model", model]) == 0
+    line, log = capsys.readouterr()
+    assert "0 kB of keys and values a token, 7 MB of states and records a session, a context of 131072" in line
+    assert line.endswith("tokens, which --max-context sets, as the model bounds none\n")
+    assert log == ""
 
 
 def test_a_refusal_is_one_line_or_json(gguf: str, capsys: pytest.CaptureFixture[str]) -> None:

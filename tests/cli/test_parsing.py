@@ -12,6 +12,7 @@ import pytest
 
 from dynatree.bench import methods
 from dynatree.cli.arguments import SCHEMES
+from dynatree.cli.checks import check_pair
 from dynatree.cli.main import COMMANDS, main
 from dynatree.cli.parser import Parser
 from dynatree.cli.service_arguments import fixed_rows, tree_nodes
@@ -20,6 +21,7 @@ from dynatree.client import SamplingScheme
 from dynatree.common.limits import ALL_LAYERS
 from dynatree.engine.settings import WEIGHTS
 from tests.support.gguf_files import save_gguf
+from tests.support.packed_checkpoints import save_packed
 
 PAIR = ["--target-model", "embedded", "--draft-model", "embedded"]
 DRAFT = ["draft", "--draft-model", "embedded", "--verify", "localhost:1"]
@@ -298,15 +300,19 @@ def test_a_draft_service_is_told_how_to_name_the_copy(capsys: pytest.CaptureFixt
     )
 
 
-def test_blocks_are_not_rounded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = str(save_gguf(tmp_path / "target.gguf", ("Q8_0",), seed=1))
+def test_packed_weights_are_not_rounded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(save_packed(tmp_path, "gptq", 4)[0])
     capsys.readouterr()
     for line in (
         ["serve", "--target-model", target, "--draft-model", "self:int4", "--port", "0"],
         ["draft", "--draft-model", target, "--weights", "int4", "--verify", "localhost:1", "--port", "0"],
     ):
         assert main(line) == 1
-        assert "model target.gguf has Q8_0 weights, which cannot be rounded again to int4" in capsys.readouterr().err
+        assert "has gptq weights, which cannot be rounded again to int4" in capsys.readouterr().err
+
+
+def test_the_copy_of_a_file_of_blocks_is_found(tmp_path: Path) -> None:
+    check_pair(str(save_gguf(tmp_path / "target.gguf", ("Q4_1",), seed=1)), "self:int4")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

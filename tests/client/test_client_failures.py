@@ -20,6 +20,7 @@ from dynatree.client import (
     CompletionStream,
     DeadlineExceededError,
     DynaTreeError,
+    GrammarError,
     InvalidRequestError,
     ModelMismatchError,
     RequestCancelledError,
@@ -93,6 +94,12 @@ def test_a_quota_is_not_looked_for_at_another_server(tmp_path: Path, refused: st
         with Client(f"{first.address},{second.address}") as client, pytest.raises(ServerBusyError):
             client.generate("Once")
         assert len(first.requests) + len(second.requests) == asked
+
+
+def test_a_grammar_that_is_at_fault_has_its_own_error(client: Client, service: FakeDraftService) -> None:
+    service.script = [Fail(grpc.StatusCode.INVALID_ARGUMENT, trailing=(("dynatree-refused", "grammar"),))]
+    with pytest.raises(GrammarError):
+        client.generate("Once", regex="a")
 
 
 def test_an_answer_that_is_whole_needs_no_status(client: Client, service: FakeDraftService) -> None:

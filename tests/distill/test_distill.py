@@ -24,12 +24,15 @@ from dynatree.distill.command import load_target
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import Labeller, Labels
-from dynatree.distill.student import cut, kept_layers
-from dynatree.distill.texts import chat_frame, read_texts
+from dynatree.distill.student import check_head, cut, dense, kept_layers
+from dynatree.distill.texts import PROMPT, chat_frame, read_texts
 from dynatree.distill.training import Training, rate_share
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support.families import recurs
+from tests.support.door import saved
+from tests.support.families import tiny_config, tiny_model
 from tests.support.gguf_files import save_gguf
 from tests.support.model_zoo import save_random_model
 
@@ -174,6 +177,50 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
     with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
         load_target(str(short))
+
+
+@pytest.fixture(scope="module", name="recurrent")
+def recurrent_fixture(tmp_path_factory):
+    """A target without attention, whose norms are in float32."""
+    return saved(tiny_model(tiny_config("mamba", num_hidden_layers=2), 0), tmp_path_factory.mktemp("mamba"))
+
+
+def test_a_target_whose_layers_recur_is_imitated_by_a_draft_that_attends(recurrent):
+    """Cut layers of it would be refused as a draft once they are trained."""
+    target = load_target(str(recurrent))
+    student = dense(target, layers=2, context_length=512, seed=0)
+    assert not recurs(student.config)
+    assert torch.equal(student.get_input_embeddings().weight, target.get_input_embeddings().weight)
+    assert not student.get_output_embeddings().weight.requires_grad
+    target.to(torch.bfloat16)
+    check_head(target)
+    tokenizer = load_tokenizer(str(recurrent))
+    labeller = Labeller(target, read_texts([TEXT], tokenizer), chat_frame(tokenizer), seed=0)
+    labels = labeller._continue(torch.arange(2 * PROMPT, dtype=torch.int32).view(2, -1), torch.Generator())
+    whole = labeller._label(labels.tokens)
+    assert (labels.top_ids[:, :, 0] == whole.top_ids[:, :, 0]).float().mean() > 0.9, "its state is carried"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["mamba", "qwen3_5_text", "minimax"])
+def test_every_recurrent_target_has_a_draft_in_the_end(tmp_path, monkeypatch, capsys, family):
+    monkeypatch.setattr(command, "outcome", lambda *_: ["done"])
+    context = {} if family == "mamba" else {"max_position_embeddings": 512}
+    path = saved(tiny_model(tiny_config(family, **context), 0), tmp_path / "target")
+    line = ("--target-model", path, "--texts", TEXT, "--out", tmp_path / "out", "--minutes", 1e-4)
+    assert main(["distill", *map(str, line)]) == 0
+    assert "because the target's layers recur" in capsys.readouterr().out
+    engine = load_engine(ModelSettings(str(tmp_path / "out"), sessions=1, chooses_tokens=False))
+    assert engine.model.config.num_hidden_layers == 2
+
+
+def test_a_draft_that_would_be_refused_is_not_trained(tmp_path, capsys):
+    config = tiny_config("lfm2")
+    config.save_pretrained(tmp_path)
+    arguments = ("--texts", TEXT, "--out", tmp_path / "out", "--draft-config", tmp_path / "config.json")
+    message = "lfm2 has recurrent layers, and a draft cannot go back behind a state; expected another --draft-model"
+    assert message in refusal(capsys, *arguments)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):

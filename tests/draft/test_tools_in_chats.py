@@ -66,11 +66,42 @@ MISTRAL = """{{- bos_token }}
 {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
 {%- else %}{{- raise_exception('Only user and assistant roles are supported') }}{%- endif %}{%- endfor %}"""
+MISTRAL_NAMED = """{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.tool_calls %}
+{%- for call in message.tool_calls %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + (call.function.arguments | tojson) }}
+{%- endfor %}{{- eos_token }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
+QWEN3_CODER = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' + (tools | tojson) + '</tools>\\nAnswer with ' }}
+{{- '<tool_call>\\n<function=NAME>\\n<parameter=P>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}{%- for message in messages %}
+{%- if message.tool_calls %}{{- '<|im_start|>assistant' }}
+{%- for call in message.tool_calls %}{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}{{- '<parameter=' + name + '>\\n' }}
+{%- set value = value | tojson if value is mapping or (value is sequence and value is not string) else value | string %}
+{{- value + '\\n</parameter>\\n' }}{%- endfor %}{{- '</function>\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 SMOLLM = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
 {{- '<|im_start|>system\\nYou are a helpful AI assistant<|im_end|>\\n' }}{% endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "none": SMOLLM}
+STYLES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral_named": MISTRAL_NAMED,
+    "qwen3_coder": QWEN3_CODER,
+    "none": SMOLLM,
+}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL += [
     "[INST]",
@@ -78,6 +109,9 @@ SPECIAL += [
     "[AVAILABLE_TOOLS]",
     "[/AVAILABLE_TOOLS]",
     "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "[TOOL_CONTENT]",
     "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]",
 ]
@@ -125,11 +159,14 @@ def test_a_template_tells_how_it_writes_calls(loaded: Any) -> None:
         assert PromptEncoder(loaded).tool_format == ("hermes" if style == "none" else style)
     loaded.chat_template = {"default": SMOLLM, "tool_use": LLAMA3}
     assert PromptEncoder(loaded).tool_format == "llama3"
+    for template in ("'[TOOL_CALLS]' + call.function.name", "'[TOOL_CALLS]' }}{{- tool_call['name']"):
+        loaded.chat_template = f"{{{{ tools }}}} {{{{ {template} }}}}"
+        assert PromptEncoder(loaded).tool_format == "mistral_named"
     loaded.chat_template = "{{ tools }} in an unknown form"
     assert PromptEncoder(loaded).tool_format == "hermes"
 
 
-@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
 def test_functions_calls_and_results_are_what_the_template_makes_of_them(loaded: Any, style: str) -> None:
     loaded.chat_template = STYLES[style]
     messages, tools = chat("☂"), described("☂")
@@ -138,7 +175,11 @@ def test_functions_calls_and_results_are_what_the_template_makes_of_them(loaded:
     )
     assert decoded(loaded, messages, tools) == expected
     key = "parameters" if style == "llama3" else "arguments"
-    assert f'{{"name": "weather", "{key}": {{"city ☂": "☂"}}' in expected
+    forms = {
+        "mistral_named": 'weather[CALL_ID]a1b2c3d4e[ARGS]{"city ☂": "☂"}',
+        "qwen3_coder": "<function=weather>\n<parameter=city ☂>\n☂\n</parameter>\n</function>",
+    }
+    assert forms.get(style, f'{{"name": "weather", "{key}": {{"city ☂": "☂"}}') in expected
     assert '"description": "☂"' in expected
     assert '"sun": "☂"' in expected.replace("\\", "")
 

@@ -2,13 +2,14 @@
 
 import asyncio
 
+import grpc
 import pytest
 
-from dynatree.common.errors import PeerFailedError
+from dynatree.common.errors import GrammarError, PeerFailedError
 from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import commit_to_pb
-from dynatree.draft.target.verify_client import VerifyStream
+from dynatree.draft.target.verify_client import VerifyStream, translated
 from dynatree.v1 import verify_pb2
 
 TIMINGS = VerifyTimings(0.1, 0.0, 0.0, 0.1)
@@ -53,3 +54,11 @@ def test_a_malformed_answer_is_the_verify_services_fault():
     commit.top_log_probs.token_ids.extend([8, 9])
     with pytest.raises(PeerFailedError, match="malformed answer: 2 token_ids and 0 log_probs"):
         answered(verify_pb2.VerifyResponse(commit=commit))
+
+
+def test_a_grammar_that_fails_within_a_session_is_the_callers_fault():
+    """Any other tree that is refused is the services' fault."""
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    error = translated(code, "too complex (request a)", (("dynatree-refused", "grammar"),))
+    assert (type(error), str(error)) == (GrammarError, "too complex")
+    assert type(translated(code, "too complex")) is PeerFailedError

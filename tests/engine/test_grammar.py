@@ -82,8 +82,15 @@ def known(name):
     return _KnownTokens(tokenizer(name), [end_token(name)])
 
 
+def usable(state):
+    """A state, or its error."""
+    if state.error is not None:
+        raise state.error
+    return state
+
+
 def allowed(state, size=2048):
-    return state.allowed(size).nonzero()[0].tolist()
+    return usable(state).allowed(size).nonzero()[0].tolist()
 
 
 def walked(state, end, choose, most=300):
@@ -288,8 +295,8 @@ def test_threads_share_states():
         ({"type": "integer", "minimum": 2**53 + 1}, "9007199254740993"),
         ({"items": {"contentEncoding": "base64"}}, "contentEncoding"),
         ({"contentMediaType": "application/json"}, "contentMediaType"),
-        ({"exclusiveMinimum": 3, "maximum": 3.5}, "exclusiveMinimum 3 with maximum 3.5"),
-        ({"exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "exclusiveMaximum -3.0"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf with alternatives that may overlap is not"),
+        ({"type": "integer", "exclusiveMinimum": 1, "maximum": 1.5}, "minimum and maximum: integer interval"),
         ({"minProperties": 2}, "minProperties"),
         ({"const": {"a": ["\x01"]}}, "control character"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "lenient"),
@@ -358,6 +365,15 @@ def accepts(grammar, text):
         ({"const": {"format": "date"}}, '{"format": "date"}', "{}"),
         ({"properties": {"format": {"const": "date"}}}, '{"format": "date"}', '{"format": "time"}'),
         ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'),
+        ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, "3.0001", "3"),
+        ({"type": "number", "exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "-3.25", "-3.0"),
+        (
+            {"type": "number", "exclusiveMinimum": 2**40, "allOf": [{"maximum": 2**40 + 0.5}]},
+            "1099511627776.5",
+            f"{2**40}",
+        ),
+        ({"type": "number", "minimum": 1, "maximum": 1.5, "exclusiveMinimum": True}, "1.25", "1"),
+        ({"properties": {"exclusiveMinimum": {"const": 0.5}}}, '{"exclusiveMinimum": 0.5}', '{"exclusiveMinimum": 0}'),
         ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
         ({"x-guidance": {"item_separator": ","}}, '[1,"a"]', '[1, "a"]'),
         ({"x-guidance": {"item_separator": ","}, "properties": {"a": False}}, "{}", r'{"\u0061": 1}'),
@@ -366,6 +382,52 @@ def accepts(grammar, text):
 def test_what_is_accepted_is_valid(grammar, yes, no):
     assert accepts(schema(grammar), yes)
     assert not accepts(schema(grammar), no)
+
+
+BOUNDS = st.dictionaries(
+    st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from([-2.5, -2, -1, -0.5, 0, 0.5, 1, 3]), max_size=2
+)
+BOUNDS = st.builds(
+    lambda least, most, kind: least | most | kind,
+    BOUNDS,
+    st.dictionaries(
+        st.sampled_from(["maximum", "exclusiveMaximum"]),
+        st.sampled_from([-1, 0, 0.25, 1, 1.5, 2, 2.0, 7.25]),
+        max_size=2,
+    ),
+    st.sampled_from([{}, {}, {"type": "integer"}, {"type": "number"}, {"multipleOf": 0.5}]),
+)
+BOUNDED = st.recursive(
+    BOUNDS,
+    lambda each: st.builds(
+        lambda own, key, parts: own | {key: parts},
+        BOUNDS,
+        st.sampled_from(["allOf", "anyOf"]),
+        st.lists(each, min_size=1),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(BOUNDED, st.sampled_from(["integer", "number"]))
+def test_numbers_that_are_accepted_are_within_all_bounds(bounds, kind):
+    """The compiler merges the bounds of schemas that are combined; the schema may refer to them."""
+    value = {"$ref": "#/$defs/a", "type": kind, "$defs": {"a": bounds}}
+    try:
+        state = compiler("embedded").state(schema(value))
+    except InvalidArgumentError as error:
+        reason = str(error)
+    else:
+        reason = ""
+    if reason:
+        assert re.search("[mM]inimum|[mM]axim|multiple|anyOf|allOf", reason)
+        return
+    validator = jsonschema_rs.validator_for(value)
+    for text in {json.dumps(each) for step in range(-13, 40) for each in (step / 4, step)} | {"-0", "-0.0", "1e0"}:
+        after = state.after_all(known("embedded")(text))
+        if after is not None and after.allows(end_token("embedded")):
+            assert validator.is_valid(json.loads(text)), text
 
 
 def test_schemas_in_a_grammar_are_checked_too():
@@ -380,6 +442,22 @@ def test_schemas_in_a_grammar_are_checked_too():
         compiler("embedded").state(lark({}, {"items": {"contentEncoding": "base64"}}))
     with pytest.raises(InvalidArgumentError, match="refused"):
         compiler("embedded").state(Grammar(GrammarKind.LARK, "start: %json {not JSON"))
+
+
+@pytest.mark.parametrize(
+    "named", ["<|padding|>", "<[1]>", "<[0-5]>", "<[*]>", "<[^7]>", 'x "b"\nx: (<|padding|> "c")?', '"<b>" | <[7,1]>']
+)
+@pytest.mark.parametrize("rest", ['"a"', '"/" // no "comment', ""])
+def test_a_grammar_that_names_an_end_token_is_refused(named, rest):
+    """The completion would end with the token, whatever the grammar wants after it."""
+    with pytest.raises(InvalidArgumentError, match=r"names <\|padding\|>, which ends"):
+        compiler("embedded").state(Grammar(GrammarKind.LARK, f"start: {named} {rest}"))
+
+
+def test_a_grammar_may_name_other_tokens_and_spell_the_name_of_an_end_token():
+    lark = 'start: <|endoftext|> "<|padding|>" /<[1]>/ "</" <[^1]> "é" // <|padding|>\n # <|padding|>\n%ignore /<[1]> /'
+    state = compiler("embedded").state(Grammar(GrammarKind.LARK, lark))
+    assert [*allowed(state)] == [0]
 
 
 # Limits
@@ -411,7 +489,7 @@ def test_a_costly_grammar_is_refused_or_followed_in_time(name):
         if isinstance(state, InvalidArgumentError):
             break
         token = choose.choice(allowed(state))
-        state = timed(lambda state=state, token=token: (below := state.after(token)).bits and below)
+        state = timed(lambda state=state, token=token: usable(state.after(token)))
     if isinstance(state, InvalidArgumentError):
         assert re.match(REASONS, str(state))
 
@@ -424,8 +502,14 @@ def test_a_long_grammar_is_refused_before_it_is_compiled():
 def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_argument():
     """Neither None, which would lift the mask, nor an error of another kind."""
     state = compiler("embedded").state(regex("((a{1,100}){1,100}){1,100}"))
+    for token in known("embedded")("a") * 10**4:
+        if state.error is not None:
+            break
+        state = state.after(token)
     with pytest.raises(InvalidArgumentError, match="cannot be followed further"):
-        state.after_all(known("embedded")("a") * 10**4)
+        raise state.error
+    assert not state.allowed(2048).any()
+    assert state.forced is state.after(token) is None
 
 
 def test_the_last_grammars_are_kept():

@@ -1,6 +1,7 @@
 """Tests recurrent layers on trees against their recurrence, token by token in float64, and against transformers."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from dynatree.engine.forward.recurrent_batch import RecurrentBatch
+from dynatree.engine.forward.segment import Segment
+from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.recurrent import gated_delta, linear_attention, selective_scan, short_conv
+from dynatree.engine.recurrent.memory import KEPT
+from dynatree.engine.recurrent.scan import Scan
 
 HEADS, GROUPS, KEY, VALUE, WIDTH = 4, 2, 16, 24, 4
 CHANNELS, STATES = 12, 8
@@ -299,10 +305,10 @@ class Largest(TorchDispatchMode):
 
 @each_kind
 def test_a_long_prompt_needs_no_matrix_of_tokens_by_tokens(kind):
-    tokens = single(kind.tokens(torch.Generator().manual_seed(7), 8000, "any"))
+    tokens = single(kind.tokens(torch.Generator().manual_seed(7), 4000, "any"))
     with Largest() as largest:
         kind.run(*tokens, kind.nothing(tokens), None, torch.zeros(*kind.shape))
-    assert largest.numbers <= 8000 * HEADS * max(KEY, VALUE)
+    assert largest.numbers <= 4000 * HEADS * max(KEY, VALUE)
 
 
 LENGTH = 150  # more than two chunks
@@ -369,3 +375,35 @@ def test_one_step_folds_nothing(monkeypatch):
     kind = LinearAttention()
     tokens = single(kind.tokens(torch.Generator().manual_seed(0), 30, "any"))
     kind.run(*tokens, kind.nothing(tokens), None, torch.zeros(*kind.shape))
+
+
+def test_a_prompt_of_mamba_1_is_computed_token_by_token_once(monkeypatch):
+    """The state before its last tokens is folded from their records otherwise, with the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    n, channels, states = 200, 6, 4
+    a = -torch.rand(channels, states, generator=generator, dtype=torch.float64)
+    shapes = ((n, channels), (n, channels), (n, states), (n, states))
+    tokens = [torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    lengths = []
+    chain = selective_scan._chain
+    monkeypatch.setattr(
+        selective_scan, "_chain", lambda a, state, records: lengths.append(len(records[0])) or chain(a, state, records)
+    )
+    passed = {}
+    scan = Scan(
+        "a selective scan",
+        partial(selective_scan.selective_scan, a, passed=passed),
+        partial(selective_scan.fold, a, passed=passed),
+        partial(torch.zeros_like, a),
+        (tokens[0][:0], tokens[1][:0], tokens[2][:0]),
+    )
+    kv = KVRange(0, 300)
+    recurring = RecurrentBatch([Segment(kv, 0, [0] * n, range(n))])
+    outputs = recurring.scan(0, scan, tokens)
+    recurring.commit()
+    assert sum(lengths) == n
+    state, records = kv.memory.layers[0, scan.name]
+    assert torch.equal(state, selective_scan.fold(a, torch.zeros_like(a), [each[: n - KEPT] for each in tokens[:3]]))
+    assert torch.equal(records[0], tokens[0][n - KEPT :])
+    single = selective_scan.fold(a, torch.zeros_like(a), [each[:1] for each in tokens[:3]])
+    assert torch.equal(outputs[0], single @ tokens[3][0])

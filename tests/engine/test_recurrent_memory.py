@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.recurrent_batch import RecurrentBatch
@@ -53,10 +55,8 @@ def run(segments):
 
 
 def expected(path):
-    state = torch.zeros(1, dtype=torch.float64)
-    for token in path:
-        state = DECAY * state + token
-    return state
+    later = torch.arange(len(path) - 1, -1, -1, dtype=torch.float64)
+    return (DECAY**later * torch.tensor(path, dtype=torch.float64)).sum(0, keepdim=True)
 
 
 def kv_cache_of(size):
@@ -157,6 +157,35 @@ def test_a_prefix_is_reused_from_a_state_that_was_kept_and_not_before_it():
     assert len(cache._entries) == 2
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(17, 150), st.integers(0, 70)), min_size=2, max_size=4))
+@settings(max_examples=12, deadline=None)
+def test_a_prompt_is_found_again_whatever_longer_and_shorter_texts_are_cached(sessions):
+    kv_cache = kv_cache_of(10_000)
+    cache = PrefixCache(kv_cache)
+
+    def session(book, length, grown):
+        """A text begins with every shorter one of its book."""
+        kv, cached = cache.reserve(length + grown, [book] * length, "one")
+        run([Segment(kv, cached, [book] * (length - cached), range(cached, length))])
+        kv.checkpoint = kv.memory
+        for place in range(length, length + grown):
+            run([Segment(kv, place, [book], [0])])
+        cache.release(kv, [book] * (length + grown), "one")
+
+    for count, each in enumerate(sessions, 1):
+        session(*each)
+        for book, length, _ in sessions[:count]:
+            kv, cached = cache.reserve(length, [book] * length, "one")
+            kv_cache.release(kv)
+            assert cached == length - 1
+    entries = []
+    for _ in range(2):
+        for each in sessions:
+            session(*each)
+        entries.append(len(cache._entries))
+    assert entries[0] == entries[1], "sessions that are repeated take no further room"
+
+
 def test_numbers_that_are_not_finite_reach_no_other_token():
     kv_cache = kv_cache_of(20)
     kv = kv_cache.reserve(20)
@@ -171,9 +200,41 @@ def test_numbers_that_are_not_finite_reach_no_other_token():
 def test_states_are_counted_before_slots(monkeypatch):
     monkeypatch.setattr("dynatree.engine.kv.budget.free_memory", lambda device: 10**9)
     cpu = torch.device("cpu")
-    assert KVBudget(4, 100, 1000, cpu, session_bytes=10**7).slots(None) == 400
+    assert KVBudget(4, 100, 1000, cpu, session_bytes=2 * 10**7).slots(None) == 400
     assert KVBudget(10**9, 100, 1000, cpu).slots(None) == 500_000
-    assert KVBudget(10, 10**6, 100, cpu, session_bytes=10**7).slots(None) == 4_000_000
-    assert KVBudget(4, 100, 0, cpu, session_bytes=10**7).slots(None) == 400, "a model without attention"
+    assert KVBudget(10, 10**6, 100, cpu, session_bytes=2 * 10**7).slots(None) == 4_000_000
+    assert KVBudget(10, 10**6, 100, cpu, session_bytes=2 * 10**7, pass_bytes=10**8).slots(None) == 3_500_000
+    assert KVBudget(4, 100, 0, cpu, session_bytes=2 * 10**7).slots(None) == 400, "a model without attention"
     with pytest.raises(StartupError, match="expected --max-sessions of at most 25"):
-        KVBudget(30, 100, 1000, cpu, session_bytes=10**7).slots(None)
+        KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7).slots(None)
+    with pytest.raises(StartupError, match="expected --max-sessions of at most 20"):
+        KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7, pass_bytes=10**8).slots(None)
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_all_that_sessions_hold_is_counted(prefixes):
+    kv_cache, rows = kv_cache_of(4000), 200
+    cache = PrefixCache(kv_cache, enabled=prefixes)
+    size = RecurrentSize(8, 8)
+    for text in range(2):
+        kv, _ = cache.reserve(1500, [text] * 100, "one")
+        run([Segment(kv, 0, [text] * 100, range(100))])
+        cache.note_prompt(kv)
+        for place in range(100, 220):
+            run([Segment(kv, place, [7], [0])])
+        before = kv.memory
+        run([Segment(kv, 220, [7] * rows, range(rows), mask=ancestor_mask([-1] * (rows - 1)))])
+        held = [before, kv.memory, kv.checkpoint]
+        held += [each for entry in cache._entries for each in (entry.kv.memory, entry.kv.checkpoint)]
+        bytes_held = sum(
+            each.nbytes
+            for memory in held
+            if memory
+            for state, records in memory.layers.values()
+            for each in (state, *records)
+        )
+        assert bytes_held <= size.session_bytes(prefixes) + size.pass_bytes(rows)
+        assert bytes_held > size.pass_bytes(rows)
+        assert (kv.checkpoint is not None) == prefixes
+        kv_cache.move(kv, [], 221)
+        cache.release(kv, [*[text] * 100, *[7] * 121], "one")

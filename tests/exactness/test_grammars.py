@@ -6,6 +6,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from threading import Barrier, current_thread
 
 import grpc
 import jsonschema_rs
@@ -20,7 +21,9 @@ from dynatree.client import Client, InvalidRequestError
 from dynatree.client._request import build_request
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.draft.policies import policy_names, residual_policies
+from dynatree.engine.grammar import compiler
 from dynatree.engine.grammar.compiler import _source
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.v1 import draft_pb2_grpc
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
@@ -120,6 +123,41 @@ def test_residual_sampling_under_a_grammar_gives_valid_texts(pair, policy):
     assert ended > len(GRAMMARS) / 2
 
 
+def told(client, **case):
+    """The tokens that a stream tells, and the error that ends it, if any."""
+    tokens, error = [], ""
+    try:
+        for chunk in client.stream(**case, max_new_tokens=TOKENS):
+            tokens += chunk.token_ids
+    except InvalidRequestError as failure:
+        error = failure.details.split(" (request")[0]
+    return tokens, error
+
+
+def test_states_that_fail_change_neither_tokens_nor_errors(pair, monkeypatch):
+    """A limit that a drafted node reaches matters only if the completion reaches it, and there as without trees."""
+    client, _, _ = pair
+    after, reason = GrammarState.after, "the grammar cannot be followed further: a limit"
+
+    def failing(state, token):
+        following = after(state, token)
+        if following is not None and token % 23 == 4:
+            following._bits, following._reason = b"", reason
+        return following
+
+    monkeypatch.setattr(GrammarState, "after", failing)
+    errors = []
+    wide = [{"prompt": [9 + each], "regex": "[a-z ]{3,20}", "temperature": 1.0, "seed": each} for each in range(4)]
+    for case in (*cases(4), *wide):
+        plain = told(client, **case, policy=PLAIN)
+        errors.append(plain[1])
+        for policy in ("throughput", "dynatree"):
+            assert told(client, **case, policy=policy) == plain, (policy, case)
+        residual = {**case, "temperature": 1.0, "seed": 3, "scheme": "residual", "policy": "dyspec"}
+        assert told(client, **residual)[1] in ("", reason)
+    assert {*errors} == {"", reason}
+
+
 class Masks(LogitsProcessor):
     """Masks by llguidance's own reading of a tokenizer, apart from everything of this project."""
 
@@ -147,6 +185,25 @@ def test_greedy_tokens_are_those_of_generate_with_masks(pair):
         )
         completion = client.generate(prompt, max_new_tokens=40, json_schema=schema)
         assert list(completion.token_ids) == found[0, len(prompt) :].tolist()
+
+
+def test_no_completion_waits_for_the_vocabulary(pair, tmp_path, monkeypatch):
+    """Both services read it at their start, on other threads."""
+    _, target, _ = pair
+    threads, both = [], Barrier(3)
+    read = compiler._tokens_of
+
+    def reading(*arguments):
+        threads.append(current_thread().name)
+        both.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(compiler, "_tokens_of", reading)
+    with running_services(tmp_path, target, target, dtype="float32") as services:
+        both.wait(60)
+        with Client(services.draft_address) as client:
+            assert client.generate([5], regex="ab").text == "ab"
+    assert threads == ["grammar tokens"] * 2
 
 
 def test_without_a_draft_model_forced_tokens_are_drafted(pair, tmp_path):

@@ -5,17 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.functional import silu, softplus
 from transformers import AutoModelForCausalLM
 
 from dynatree.client import Client
 from dynatree.draft.policies import policy_names
 from dynatree.engine.adapters.registry import RECURRENT
+from dynatree.engine.adapters.rounded import rounded
+from dynatree.engine.forward.recurrent_batch import RecurrentBatch
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from tests.campaigns.recurrent_matrix import FEW, SETTINGS, compare, generated, saved_pair
-from tests.support.families import VOCAB_SIZE
+from tests.support.door import saved
+from tests.support.families import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.processes import wait_until
 from tests.support.services import running_services
 
@@ -35,7 +39,7 @@ def families():
 @pytest.mark.parametrize("family", families())
 def test_every_policy_gives_the_tokens_of_generate(tmp_path, family):
     policies = policy_names() if family == STANDS_FOR_ALL else ("fixed", "linear", "throughput", PLAIN)
-    result = compare(family, tmp_path, policies, prompts=4, new=30)
+    result = compare(family, tmp_path, policies, prompts=4, new=16)
     assert not result["wrong"]
     assert result["distinct"] > 20
     assert all(result["accepted"][policy] > 0 for policy in policies if policy in TREES)
@@ -149,3 +153,97 @@ def test_a_tree_in_16_bits_has_the_bits_of_plain_decoding(tmp_path, family):
         tokens = random.Random(seed).choices(range(2, VOCAB_SIZE), k=prompt + 30)
         plain = logits_of_path(engine, tokens, prompt, None)
         assert torch.equal(logits_of_path(engine, tokens, prompt, random.Random(seed)), plain)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")
+@pytest.mark.parametrize("family", [STANDS_FOR_ALL, pytest.param("lfm2", marks=pytest.mark.long)])
+def test_a_tree_on_weights_of_8_bits_has_the_bits_of_plain_decoding(tmp_path, family):
+    engine = load_engine(
+        ModelSettings(str(saved_pair(family, tmp_path)[0]), dtype="bfloat16", weights="int8", sessions=2)
+    )
+    tokens = random.Random(0).choices(range(2, VOCAB_SIZE), k=100)
+    plain = logits_of_path(engine, tokens, 70, None)
+    assert torch.equal(logits_of_path(engine, tokens, 70, random.Random(0)), plain)
+
+
+@pytest.mark.long
+def test_every_policy_on_weights_of_8_bits_gives_the_tokens_of_plain_decoding(tmp_path):
+    result = compare(STANDS_FOR_ALL, tmp_path, policy_names(), prompts=4, new=30, int8=True)
+    assert not result["wrong"]
+    assert result["distinct"] > 20
+
+
+def few_heads(family, heads):
+    """Changes of a tiny configuration, to few heads of sizes that fill vectors as real ones do."""
+    delta = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": heads}
+    mamba2 = {"mamba_n_heads": heads, "mamba_d_head": 128 // heads, "mamba_d_state": 64}
+    return {
+        "bamba": mamba2,
+        "falcon_h1": mamba2 | {"mamba_n_groups": 1},
+        "granitemoehybrid": mamba2,
+        "kimi_linear": {"linear_num_heads": heads, "linear_head_dim": 64},
+        "mamba2": {"num_heads": heads, "head_dim": 128 // heads, "state_size": 64, "n_groups": 1},
+        "olmo_hybrid": delta | {"linear_num_key_heads": heads},
+        **dict.fromkeys(
+            ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), delta | {"linear_num_key_heads": 1, "head_dim": 64}
+        ),
+    }.get(family, {})
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")
+@pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("family", families())
+@torch.inference_mode()
+def test_gates_and_logits_have_the_same_bits_in_passes_of_any_number_of_rows(tmp_path, monkeypatch, family, heads):
+    """With few heads, the number of rows decides which of torch's loops computes a gate."""
+    engine = load_engine(
+        ModelSettings(
+            str(saved(tiny_model(tiny_config(family, **few_heads(family, heads)), 0), tmp_path)),
+            dtype="bfloat16",
+            sessions=1,
+        )
+    )
+    read = []
+    scan = RecurrentBatch.scan
+
+    def listening(self, layer, each, tokens):
+        read.extend(tokens)
+        return scan(self, layer, each, tokens)
+
+    monkeypatch.setattr(RecurrentBatch, "scan", listening)
+    kv = engine.kv_cache.reserve(128)
+    tokens = random.Random(0).choices(range(2, VOCAB_SIZE), k=80)
+    engine.forward([Segment(kv, 0, tokens[:40], range(40), keep=[])])
+    memory, most = kv.memory, len(tokens) - 40
+
+    def everything(start, rows):
+        """What the scans of a pass read, and its logits."""
+        read.clear()
+        mask = ancestor_mask(range(-1, rows - 2)) if rows > 1 else None
+        (logits,) = engine.forward(
+            [Segment(kv, start, tokens[start : start + rows], range(start, start + rows), mask=mask)]
+        )
+        return [*read, logits]
+
+    single = [everything(40 + row, 1) for row in range(most)]
+    plain = [torch.cat(each) for each in zip(*single, strict=True)]
+    for rows in range(2, most + 1):
+        kv.memory = memory
+        for ours, theirs in zip(everything(40, rows), plain, strict=True):
+            assert torch.equal(ours, theirs[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [torch.sigmoid, silu, softplus, torch.exp, torch.log])
+def test_elementwise_functions_in_16_bits_have_the_same_bits_alone(function, dtype):
+    """All others in the modules of recurrent layers are in 16 bits, or of as many channels as fill vectors."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)  # a multiple of every vector
+    alone = torch.cat([function(each) for each in every.split(7)])
+    assert torch.equal(function(every).nan_to_num(nan=1.5), alone.nan_to_num(nan=1.5))
+
+
+def test_float32_gates_have_the_same_bits_alone():
+    gates = torch.randn(64 * 200, generator=torch.Generator().manual_seed(0)) * 4
+    for function in (torch.sigmoid, silu, softplus):
+        alone = torch.cat([rounded(function, each) for each in gates.split(3)])
+        assert torch.equal(rounded(function, gates), alone)

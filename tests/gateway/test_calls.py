@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -24,12 +25,12 @@ from dynatree.engine.model.vocabulary import token_bytes
 from dynatree.gateway.requests import ChatRequest
 from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
 
-NAMES = frozenset(("weather", "add", "f.g-h_1"))
+NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g-h_1")}
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
 
 
-def read(pieces: Sequence[str]) -> Read:
-    reader = CallReader(NAMES)
+def read(pieces: Sequence[str], functions: Any = None) -> Read:
+    reader = CallReader(functions or NAMES)
     parts = [*map(reader.push, pieces), reader.end()]
     calls = [call for _, found in parts for call in found]
     assert reader.calls == len(calls)
@@ -72,10 +73,27 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=2)
 CALLS = st.builds(call, st.sampled_from(sorted(NAMES)), ARGUMENTS, st.sampled_from(["arguments", "parameters"]))
+NAMED = st.builds(
+    lambda name, marks, arguments: "{}{}{}{}{}{}".format(marks[0], name, *marks[1:], json.dumps(arguments)),
+    st.sampled_from(sorted(NAMES)),
+    st.sampled_from([("[TOOL_CALLS]", "[CALL_ID]", "a1b2c3d4e", "[ARGS]"), ("", "", "a1b2c3d4e", ""), ("",) * 4]),
+    ARGUMENTS,
+)
+XML = st.lists(
+    st.sampled_from(
+        [
+            *("<function=add>\n", "<parameter=a>\n", "1", "x", "\n</parameter>\n", "</function>", "\n", " ", "</para"),
+            *(CALL_END, CALL_BEGIN, "<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n"),
+        ]
+    ),
+    max_size=9,
+).map(lambda parts: f"{CALL_BEGIN}\n<function=add>\n{''.join(parts)}")
 ODD = st.builds(call, st.sampled_from(["unknown", ""]), VALUES) | VALUES.map(json.dumps)
 BARE = CALLS | ODD | st.lists(CALLS | ODD, max_size=2).map(lambda some: f"[{', '.join(some)}]")
 CUT = st.tuples(BARE, st.integers(0, 60)).map(lambda pair: pair[0][: pair[1]])
-PIECES = STRINGS | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+PIECES = (
+    STRINGS | NAMED | XML | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
+)
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
 
 
@@ -92,7 +110,102 @@ def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
         assert content == text
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS, st.from_regex("[a-zA-Z0-9]{9}", fullmatch=True))),
+    st.sampled_from(["[TOOL_CALLS]{}[CALL_ID]{}[ARGS]{}", "[TOOL_CALLS]{0}[ARGS]{2}", "[TOOL_CALLS]{0}{2}"]),
+    st.booleans(),
+)
+def test_calls_by_name_are_those_that_the_template_writes(
+    calls: list[tuple[str, Any, str]], form: str, shown: bool
+) -> None:
+    """Marks are special tokens, which the text of an answer lacks."""
+    if not shown:
+        form = re.sub(r"\[[A-Z_]+\]", "", form)
+    text = "".join(form.format(name, id_, json.dumps(arguments)) for name, arguments, id_ in calls)
+    assert read([text]) == read(list(text)) == ("", [(name, arguments) for name, arguments, _ in calls])
+
+
 PROSE = STRINGS.map(lambda text: text.replace("<", "").strip()).filter(bool).map(lambda text: f"I {text}.")
+TYPED: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
+    "text": ({"type": "string"}, STRINGS.filter(lambda text: "\n</parameter>\n" not in f"{text}\n")),
+    "choice": ({"enum": ["1", "None", "é\n"]}, st.sampled_from(["1", "None", "é\n"])),
+    "flag": ({"type": "boolean", "description": "Whether"}, st.booleans()),
+    "count": ({"type": ["integer", "null"]}, st.none() | st.integers()),
+    "size": ({"$ref": "#/$defs/size"}, st.floats(allow_nan=False, allow_infinity=False)),
+    "some": ({"type": "array", "items": {}}, st.lists(VALUES, max_size=3)),
+    "more": ({"anyOf": [{"type": "object"}, {"type": "boolean"}]}, st.dictionaries(STRINGS, VALUES, max_size=2)),
+}
+TYPES = {
+    "type": "object",
+    "properties": {name: schema for name, (schema, _) in TYPED.items()},
+    "$defs": {"size": {"type": "number"}},
+}
+
+
+def xml_call(arguments: dict[str, Any], constant: Any = str) -> str:
+    """A call as Qwen3-Coder's template writes it, or with constants as JSON has them."""
+    values = {
+        name: value
+        if isinstance(value, str)
+        else constant(value)
+        if not isinstance(value, list | dict)
+        else written(value)
+        for name, value in arguments.items()
+    }
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<function=typed>\n{parameters}</function>"
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.fixed_dictionaries({}, optional={name: values for name, (_, values) in TYPED.items()}), max_size=3),
+    st.sampled_from([str, written]),
+    PROSE | st.just(""),
+)
+def test_calls_in_xml_are_those_that_the_template_writes(calls: list[Any], constant: Any, prose: str) -> None:
+    text = "\n".join([prose, *(tagged(xml_call(each, constant)) for each in calls)]).strip()
+    for pieces in ([text], list(text)):
+        assert read(pieces, {"typed": TYPES}) == (prose, [("typed", each) for each in calls])
+
+
+SPELT = {
+    "some": st.sampled_from([[], [1, {"é": ["</parameter>"]}]]),
+    "more": st.sampled_from([{}, {"a": "</tool_call>"}]),
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.fixed_dictionaries({}, optional={name: SPELT.get(name, values) for name, (_, values) in TYPED.items()}))
+def test_a_grammar_of_calls_in_xml_allows_every_call(arguments: dict[str, Any]) -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "typed", "parameters": TYPES}})
+    grammar = call_grammar([tool], "qwen3_coder", several=False)
+    assert "call_0_0_value" in grammar
+    arguments = {name: arguments[name] for name in TYPED if name in arguments}  # in the schema's order
+    assert allows(grammar, tagged(xml_call(arguments, written)))
+    assert not allows(grammar, tagged(xml_call({"flag": 1})))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^a$"},
+        {"type": ["string", "null"]},
+        {},
+        {"$ref": "#"},
+        {"enum": ["a\n</parameter>\n"]},
+        {"enum": ["a", 1]},
+        True,
+    ],
+)
+def test_a_call_whose_values_xml_could_not_tell_apart_is_json(schema: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    assert call_grammar([tool], "qwen3_coder", several=True) == call_grammar([tool], "hermes", several=True)
 
 
 @settings(max_examples=200, deadline=None)
@@ -154,6 +267,16 @@ BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})
         ('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
         ('{"name": "add", "arguments": "{}"}', '{"name": "add", "arguments": "{}"}', []),
         ('{"name": "Oslo", "harbour": true}', '{"name": "Oslo", "harbour": true}', []),
+        ('weather{"city": "Łódź"}add{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Łódź"}\n[TOOL_CALLS]add[ARGS]{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
+        ('[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Łódź"}', "", BOTH[:1]),
+        ('weathera1b2c3d4e{"city": "Łódź"}', "", BOTH[:1]),
+        ('weather{"city": "Łódź"} is a call', 'weather{"city": "Łódź"} is a call', []),
+        ('weather{"city"', 'weather{"city"', []),
+        ("weather[1]", "weather[1]", []),
+        ('other{"city": "Łódź"}', 'other{"city": "Łódź"}', []),
+        ("addition and", "addition and", []),
+        ("add", "add", []),
         ("[]", "[]", []),
         ("[1, 2]", "[1, 2]", []),
         ("", "", []),
@@ -176,7 +299,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
 def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
     """The texts are random walks through the grammar, which end as soon as they may."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
@@ -275,7 +398,7 @@ def test_nesting_without_end_is_content() -> None:
         CallReader(NAMES).push(tagged(f'{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'))
 
 
-STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
+STARTS = ("additionalto", CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
 
 
 @pytest.mark.parametrize(
@@ -287,6 +410,7 @@ STARTS = (CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
         '[{"town": 1}, 2]',
         "[1, 2, 3]",
         f"The tag {CALL_BEGIN} begins a call, and {CALL_END} ends it.",
+        "additional towns {here}",
     ],
 )
 def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str) -> None:

@@ -174,6 +174,7 @@ def test_prompts_are_counted_as_they_are_completed(chatty: Chatty) -> None:
         ("tokenize", {}, "either prompt or messages"),
         ("tokenize", {"prompt": "a", "messages": CHAT}, "either prompt or messages"),
         ("tokenize", {"prompt": ["a"]}, "prompt"),
+        ("tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "for messages"),
         ("tokenize", {"prompt": "a" * 2**20}, "context"),
         ("tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ("detokenize", {"tokens": [2**31]}, "vocabulary"),

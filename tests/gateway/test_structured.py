@@ -251,6 +251,12 @@ def test_without_tools_the_model_is_not_told_of_them(served: Served) -> None:
     assert free.choices[0].finish_reason == "length"
 
 
+def test_the_tokens_of_a_chat_with_tools_are_counted(served: Served) -> None:
+    body = {"messages": CHAT, "tools": TOOLS}
+    counted = requests.post(f"{served.url}/tokenize", json=body, timeout=60).json()["count"]
+    assert counted == served.chat(max_tokens=1, tools=TOOLS).usage.prompt_tokens
+
+
 def test_a_free_answer_may_be_limited_and_calls_are_found_in_it(served: Served) -> None:
     text = 'So: <tool_call>{"name": "add", "arguments": {"terms": [1, "é"]}}</tool_call>'
     [choice] = served.chat(tools=TOOLS, extra_body={"guided_choice": [text]}).choices
@@ -370,17 +376,27 @@ for _ in range(400):
 NAMED: Any = {"type": "function", "function": {"name": "other"}}
 CONSTRAINT: Any = {"guided_regex": "a"}
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
-    "an expression": ({"guided_regex": "(a"}, None, "regex"),
-    "look-around": ({"guided_regex": "(?=a)b"}, None, "look"),
-    "a keyword": ({"guided_json": {"type": "object", "not": {}}}, None, "not"),
-    "another keyword": ({"guided_json": {"type": "array", "uniqueItems": True}}, None, "uniqueItems"),
-    "a condition": ({"guided_json": {"type": "object", "if": {}, "then": {}}}, None, "if"),
-    "another document": ({"guided_json": {"$ref": "https://example.org/a.json"}}, None, "example.org"),
-    "a schema that is no schema": ({"guided_json": {"type": "thing"}}, None, "thing"),
-    "a schema that is no JSON": ({"guided_json": "{"}, None, "JSON schema"),
-    "a grammar": ({"guided_grammar": "start: other"}, None, "other"),
-    "a long schema": ({"guided_json": {"enum": ["x" * 200_000]}}, None, "expected 1 to 131072"),
-    "an empty expression": ({"guided_regex": ""}, None, "expected 1 to 131072"),
+    "an expression": ({"guided_regex": "(a"}, "guided_regex", "regex"),
+    "look-around": ({"guided_regex": "(?=a)b"}, "guided_regex", "look"),
+    "a keyword": ({"guided_json": {"type": "object", "not": {}}}, "guided_json", "not"),
+    "another keyword": ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    "a condition": ({"guided_json": {"type": "object", "if": {}, "then": {}}}, "guided_json", "if"),
+    "another document": ({"guided_json": {"$ref": "https://example.org/a.json"}}, "guided_json", "example.org"),
+    "a schema that is no schema": ({"guided_json": {"type": "thing"}}, "guided_json", "thing"),
+    "a schema that is no JSON": ({"guided_json": "{"}, "guided_json", "JSON schema"),
+    "a grammar": ({"guided_grammar": "start: other"}, "guided_grammar", "other"),
+    "a long schema": ({"guided_json": {"enum": ["x" * 200_000]}}, "guided_json", "expected 1 to 131072"),
+    "an empty grammar": ({"guided_grammar": ""}, "guided_grammar", "expected 1 to 131072"),
+    "a format's keyword": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+        "response_format",
+        "not",
+    ),
+    "alternatives that overlap": (
+        {"structured_outputs": {"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+        "structured_outputs.json",
+        "oneOf with alternatives that may overlap is not supported",
+    ),
     "several constraints": ({**CONSTRAINT, "response_format": {"type": "json_object"}}, None, "several fields limit"),
     "several in one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None, "several fields limit"),
     "no choice": ({"guided_choice": []}, "guided_choice", "at least 1"),
@@ -407,14 +423,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "tools.0.function.parameters",
         "object",
     ),
-    "a call's keyword": ({**FORCED, "tools": [a_tool("f", a={"not": {}})]}, None, "not"),
+    "a call's keyword": (
+        {**FORCED, "tools": [*TOOLS, a_tool("f.1", a={"not": {}})]},
+        "tools",
+        'function f.1\': Unimplemented keys: ["not"]',
+    ),
     "deep parameters": ({"tools": [a_tool("f", a=DEEP)]}, None, "recursion limit"),
     "required arguments of no kind": (
         {**FORCED, "tools": [{"type": "function", "function": {"name": "f", "parameters": ODD}}]},
-        None,
-        "the grammar is refused",
+        "tools",
+        "the JSON schema 'parameters of the function f'",
     ),
-    "a call's reference": ({**FORCED, "tools": [a_tool("f", a={"$ref": "#/$defs/none"})]}, None, "none"),
+    "a call's encoding": (
+        {**FORCED, "tools": [a_tool("f", a={"contentEncoding": "a"})]},
+        "tools",
+        "function f': contentEncoding is not supported",
+    ),
+    "a call's reference": ({**FORCED, "tools": [a_tool("f", a={"$ref": "#/$defs/none"})]}, "tools", "none"),
 }
 
 
@@ -425,3 +450,9 @@ def test_what_cannot_be_followed_is_refused(served: Served, name: str) -> None:
         error = served.refusal(**fields, stream=stream)
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert words in error["message"]
+        assert "arguments_0" not in error["message"]
+
+
+def test_an_empty_expression_gives_the_empty_text(served: Served) -> None:
+    (choice,) = served.chat(messages=CHAT, extra_body={"guided_regex": ""}).choices
+    assert (choice.message.content, choice.finish_reason) == ("", "stop")

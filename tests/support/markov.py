@@ -38,6 +38,7 @@ class Following:
 
     table: Tensor
     last: int
+    error = None
 
     def allows(self, token):
         return bool(self.table[self.last, token])

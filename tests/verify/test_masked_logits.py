@@ -81,14 +81,13 @@ class Failing:
 
     def __init__(self, steps):
         self._steps = steps
+        self.error = None if steps else InvalidArgumentError("the grammar cannot be followed further")
 
     def allowed(self, vocab_size):
-        return np.ones(vocab_size, dtype=np.bool_)
+        return np.full(vocab_size, self._steps > 0)
 
     def after(self, token):
-        if not self._steps:
-            raise InvalidArgumentError("the grammar cannot be followed further")
-        return Failing(self._steps - 1)
+        return Failing(self._steps - 1) if self._steps else None
 
     def after_all(self, token_ids):
         state = self
@@ -97,29 +96,56 @@ class Failing:
         return state
 
 
+TURNS = torch.full((4, 4), -30.0)
+TURNS[[0, 1, 2, 3], [1, 2, 3, 0]] = 30.0  # each token is followed by the next
+
+
+def part_of(grammar, residual, **options):
+    """A session after the token 0, whose tree has the two tokens that follow."""
+    sampling = Sampling(temperature=1.0, seed=1, scheme=Scheme.RESIDUAL) if residual else Sampling()
+    options = {"limit": 9, "end_tokens": frozenset(), **options}
+    session = SessionRequest((0,), decoding=Decoding(sampling, log_probs=True), grammar=grammar, **options)
+    tokens, certain = (1, 2), tuple(DraftDistribution((token,), (1.0,)) for token in (1, 2))
+    tree = TokenTree(tokens, (ROOT, 0), candidates=(*certain, None) if residual else ())
+    return Part(VerifySession(KVRange(0, 9), session, [0]), tree)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_grammar_that_fails_ends_its_own_session_alone(residual):
-    table = torch.full((4, 4), -30.0)
-    table[[0, 1, 2, 3], [1, 2, 3, 0]] = 30.0  # each token is followed by the next
-    sampling = Sampling(temperature=1.0, seed=1, scheme=Scheme.RESIDUAL) if residual else Sampling()
-
-    def part(grammar):
-        session = SessionRequest((0,), 9, frozenset(), Decoding(sampling, log_probs=True), grammar=grammar)
-        tokens, certain = (1, 2), tuple(DraftDistribution((token,), (1.0,)) for token in (1, 2))
-        tree = TokenTree(tokens, (ROOT, 0), candidates=(*certain, None) if residual else ())
-        return Part(VerifySession(KVRange(0, 9), session, [0]), tree)
-
-    parts = [part(None), part(Failing(0)), part(Following(torch.ones(4, 4, dtype=torch.bool), 0)), part(Failing(2))]
-    results, _ = Verifier(Table(table), 8).run(parts)
+    grammars = (None, Failing(0), Following(torch.ones(4, 4, dtype=torch.bool), 0), Failing(0))
+    parts = [part_of(grammar, residual) for grammar in grammars]
+    results, _ = Verifier(Table(TURNS), 8).run(parts)
     assert [type(each) for each in results] == [Verdict, InvalidArgumentError, Verdict, InvalidArgumentError]
     assert results[0].token_ids == results[2].token_ids == (1, 2, 3)
-    assert [each.session.committed for each in parts[:3]] == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
+    assert [each.session.committed for each in parts] == [[0, 1, 2, 3], [0], [0, 1, 2, 3], [0]]
 
     faults = []
     watch = FaultWatch(faults.append, lambda: pytest.fail("the device is sound"))
     for _ in range(9):
         assert asyncio.run(watch.judged(results[1:2])) == results[1:2]
     assert not faults
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_grammar_fails_after_the_same_tokens_as_without_a_tree(residual, steps):
+    """The round commits every token that plain decoding commits; the next round, whose root fails, is the error."""
+    part = part_of(Failing(steps), residual)
+    verifier = Verifier(Table(TURNS), 8)
+    ((verdict,), _) = verifier.run([part])
+    assert verdict.token_ids == (1, 2, 3)[:steps]
+    assert verdict.accepted == tuple(range(steps - 1))
+    assert len(verdict.log_probs) == steps
+    ((error,), _) = verifier.run([Part(part.session)])
+    assert isinstance(error, InvalidArgumentError)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("options", [{"limit": 2}, {"end_tokens": frozenset((1,))}])
+def test_nodes_behind_the_end_of_a_completion_may_fail(residual, options):
+    ((verdict,), _) = Verifier(Table(TURNS), 8).run([part_of(Failing(1), residual, **options)])
+    assert verdict.token_ids == (1,)
+    assert verdict.finish_reason is not None
 
 
 def test_a_session_whose_grammar_cannot_follow_its_commit_is_not_unmasked():

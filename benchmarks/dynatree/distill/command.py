@@ -18,15 +18,16 @@ from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import Labeller
 from dynatree.distill.outcome import outcome
-from dynatree.distill.student import check_head, cut, from_config, kept_layers
+from dynatree.distill.student import check_head, cut, default_layers, dense, from_config, kept_layers
 from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
 from dynatree.distill.training import Training, faster_dtype
-from dynatree.engine.examined import display_name, examined, unloadable
+from dynatree.engine.examined import WITHOUT_ATTENTION, display_name, examined, examined_config, unloadable
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.loading import method_of
 from dynatree.engine.settings import ModelSettings
+from dynatree.engine.support.families import recurs
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def load_target(model: str) -> PreTrainedModel:
         StartupError: The model cannot be served, or has weights that only other packages can read.
     """
     settings = ModelSettings(model, device="cpu")
-    found = examined(settings, probes=False)
+    found = examined(settings)
     if found.context_length < LENGTH:
         raise StartupError(f"model {found.name} has a context of {found.context_length} tokens, expected {LENGTH}")
     method = method_of(found.config)
@@ -72,13 +73,20 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
     dtype = faster_dtype()
     target = load_target(model)
     saved = target.dtype
+    config = target.config.get_text_config()
     shape: Sequence[int] | str
     if options.draft_config:
         student = from_config(options.draft_config, target, options.seed)
         shape = hashlib.sha256(options.draft_config.read_bytes()).hexdigest()
+    elif recurs(config):
+        layers = options.layers or default_layers(config.num_hidden_layers)
+        context_length = getattr(config, "max_position_embeddings", None) or WITHOUT_ATTENTION
+        student, shape = dense(target, layers, context_length, options.seed), f"{layers} layers that attend"
+        print(f"the draft begins with {shape} and random weights, because the target's layers recur", flush=True)
     else:
-        shape = kept_layers(target.config.get_text_config().num_hidden_layers, options.layers)
+        shape = kept_layers(config.num_hidden_layers, options.layers)
         student = cut(target, shape)
+    examined_config(ModelSettings(str(options.out), device="cpu", chooses_tokens=False), "to train", student.config)
     for each in (student, target):
         check_head(each)
     rows = target.get_output_embeddings().weight[:64]  # type: ignore[no-untyped-call]

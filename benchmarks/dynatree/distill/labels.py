@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from dynatree.common.seeds import derived_seed
 from dynatree.distill.texts import LENGTH, PROMPT, Texts, windows
+from dynatree.engine.offload.choice import kv_bytes_of
 
 SEQUENCES = 64  # of a file
 HELD_BACK = 16  # sequences of the held-back labels, of each kind
@@ -73,10 +74,7 @@ class Labeller:
         self._seed = seed
         end = target.generation_config.eos_token_id if target.generation_config else None
         self._ends = torch.tensor([] if end is None else end, dtype=torch.int32).flatten()
-        config: Any = target.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * heads * width * target.dtype.itemsize
+        token_bytes = max(kv_bytes_of(target.config, target.dtype), 1)
         self._at_once = max(1, min(SEQUENCES, _KV_BYTES // (token_bytes * LENGTH)))
 
     def text(self, number: int) -> Labels:
@@ -114,14 +112,15 @@ class Labeller:
     @torch.inference_mode()
     def _continue(self, prompts: Tensor, generator: torch.Generator) -> Labels:
         """Write answers to prompts of one length, `[rows, PROMPT]`: half of them greedy, the others sampled."""
-        tokens, cache = prompts, None
+        tokens = prompts
+        cache: dict[str, Any] = {}
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
         greedy = torch.arange(len(prompts)) % 2 == 0
         read = prompts
         while tokens.shape[1] <= LENGTH:
-            out = self._body(input_ids=read.long(), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = self._body(input_ids=read.long(), use_cache=True, **cache)
+            cache = {name: out[name] for name in ("past_key_values", "cache_params") if name in out}
             for kept, new in zip((ids, log_probs), self._top(out.last_hidden_state), strict=True):
                 kept.append(new)
             weights = (log_probs[-1][:, -1].float() / _TEMPERATURE).softmax(-1)
@@ -143,6 +142,6 @@ class Labeller:
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
     def _top_of_rows(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._head(hidden)
+        logits = self._head(hidden.to(self._head.weight.dtype))  # Mamba norms in float32
         values, ids = logits.topk(min(TOP, logits.shape[-1]))
         return ids.int(), (values.float() - logits.float().logsumexp(-1, keepdim=True)).half()

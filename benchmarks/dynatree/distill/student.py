@@ -1,4 +1,4 @@
-"""Makes the model to train: a cut of the target's layers, or random layers of a given configuration."""
+"""Makes the model to train: a cut of the target's layers, or random layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.tokenizer import first_line
@@ -17,13 +17,18 @@ from dynatree.engine.support.explained import named
 from dynatree.engine.support.families import check_config
 
 
+def default_layers(total: int) -> int:
+    """Return the number of layers of a draft for a target with `total` layers."""
+    return max(2, -(-total // 8))
+
+
 def kept_layers(total: int, count: int | None) -> list[int]:
     """Return the numbers of `count` evenly spaced layers of `total`, the first and the last among them.
 
     Raises:
         StartupError: There are not more layers than that.
     """
-    count = count or max(2, -(-total // 8))
+    count = count or default_layers(total)
     if count >= total:
         raise StartupError(f"--layers is {count}, but the target has {total} layers; expected fewer")
     return [round(number * (total - 1) / max(count - 1, 1)) for number in range(count)]
@@ -52,6 +57,23 @@ def cut(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     return student
 
 
+def dense(target: PreTrainedModel, layers: int, context_length: int, seed: int) -> PreTrainedModel:
+    """Return a Llama of the target's width and vocabulary with random layers, for a target whose layers recur."""
+    width = target.config.get_text_config().hidden_size
+    embeddings, output = vocabulary_of(target)
+    config = LlamaConfig(
+        vocab_size=embeddings.num_embeddings,
+        hidden_size=width,
+        intermediate_size=64 * -(-width // 24),  # 8 / 3 of the width (Touvron et al. 2023, LLaMA, section 2.2)
+        num_hidden_layers=layers,
+        num_attention_heads=max(width // 64, 1),
+        head_dim=64,
+        max_position_embeddings=context_length,
+        tie_word_embeddings=embeddings.weight is output.weight,
+    )
+    return _random(config, target, seed)
+
+
 def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Return a model of a configuration with random layers; it takes the target's embeddings if they fit.
 
@@ -71,6 +93,11 @@ def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedMod
             f"--draft-config {file} has a vocabulary of {config.vocab_size} tokens, so it cannot use the target's "
             f"tokenizer; expected {theirs}"
         )
+    return _random(config, target, seed)
+
+
+def _random(config: PretrainedConfig, target: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Return a model with random layers; it takes the target's embeddings if they fit."""
     torch.manual_seed(seed)
     student = _model(config)
     for ours, wanted in zip(vocabulary_of(student), vocabulary_of(target), strict=True):
@@ -109,6 +136,7 @@ def check_head(model: PreTrainedModel) -> None:
     body: Any = model.base_model
     head = vocabulary_of(model)[1]
     expected = model(input_ids=tokens, use_cache=False).logits.float()
-    got = head(body(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
+    got = head(hidden.to(head.weight.dtype)).float()
     if not torch.allclose(expected, got, rtol=1e-2, atol=1e-2):
         raise StartupError(f"{model.config.model_type} models scale or cap their logits, which distill does not train")

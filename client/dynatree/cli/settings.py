@@ -117,6 +117,7 @@ def _verify(
         weights=options.weights,
         sessions=options.max_sessions,
         speculative_slots=limits.max_tree_nodes,
+        prefix_cache=limits.prefix_cache,
         measured_rows=limits.batch_rows,
         resident_layers=options.resident_layers,
         layer_cache=options.layer_cache,

@@ -12,7 +12,8 @@
 
     DynaTreeError
     ├── InvalidRequestError      change the request
-    │   └── ContextLengthError   the request does not fit the target's context
+    │   ├── ContextLengthError   the request does not fit the target's context
+    │   └── GrammarError         the completion cannot follow the schema or grammar
     ├── AuthenticationError      show another token or certificate
     ├── ModelMismatchError       the draft and the target cannot work together
     ├── ServerBusyError          try again later
@@ -31,6 +32,7 @@ from dynatree.client._errors import (
     ContextLengthError,
     DeadlineExceededError,
     DynaTreeError,
+    GrammarError,
     InvalidRequestError,
     ModelMismatchError,
     RequestCancelledError,
@@ -57,6 +59,7 @@ __all__ = [
     "DynaTreeError",
     "FinishReason",
     "GenerateOptions",
+    "GrammarError",
     "InvalidRequestError",
     "Message",
     "ModelInfo",

@@ -1,10 +1,10 @@
 """The client for asyncio."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -262,6 +262,7 @@ class AsyncClient(BaseClient):
         special_tokens: bool = False,
         continue_final_message: bool = False,
         token_strings: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> Tokens:
@@ -273,6 +274,7 @@ class AsyncClient(BaseClient):
             special_tokens: as for `generate`.
             continue_final_message: as for `generate`.
             token_strings: whether to return the tokens' spellings in the vocabulary.
+            tools: as for `generate`.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
@@ -286,6 +288,7 @@ class AsyncClient(BaseClient):
             special_tokens=special_tokens,
             continue_final_message=continue_final_message,
             token_strings=token_strings,
+            tools=tools,
         )
         sent = self._with(metadata)
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, Unpack
@@ -278,6 +278,7 @@ class Client(BaseClient):
         special_tokens: bool = False,
         continue_final_message: bool = False,
         token_strings: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> Tokens:
@@ -289,6 +290,7 @@ class Client(BaseClient):
             special_tokens: as for `generate`.
             continue_final_message: as for `generate`.
             token_strings: whether to return the tokens' spellings in the vocabulary.
+            tools: as for `generate`.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
@@ -302,6 +304,7 @@ class Client(BaseClient):
             special_tokens=special_tokens,
             continue_final_message=continue_final_message,
             token_strings=token_strings,
+            tools=tools,
         )
         sent = self._with(metadata)
 

@@ -54,6 +54,12 @@ class InvalidRequestError(DynaTreeError):
     summary = "invalid request"
 
 
+class GrammarError(InvalidRequestError):
+    """The JSON schema, regular expression or grammar is wrong, too complex or not supported."""
+
+    summary = "invalid grammar"
+
+
 class ContextLengthError(InvalidRequestError):
     """The prompt, or the prompt with its new tokens, does not fit the target's context.
 
@@ -143,6 +149,8 @@ def error_from_rpc(
         details = f"the server at {address} is not a draft service: {details}"
     context_length, prompt_tokens = _trailing(error, "context-length"), _trailing(error, "prompt-tokens")
     kind = ContextLengthError if context_length and prompt_tokens else _ERROR_OF_CODE.get(code, ServerError)
+    if kind is InvalidRequestError and _trailing(error, "dynatree-refused") == "grammar":
+        kind = GrammarError
     failure = kind(code, details, text=text, token_ids=token_ids)
     failure.request_id = _trailing(error, "x-request-id")
     if isinstance(failure, ServerBusyError):

@@ -243,6 +243,7 @@ def build_tokenize_request(
     special_tokens: bool = False,
     continue_final_message: bool = False,
     token_strings: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> draft_pb2.TokenizeRequest:
     """Build the request of one call of `tokenize`.
 
@@ -256,7 +257,9 @@ def build_tokenize_request(
         token_strings=_flag("token_strings", token_strings),
     )
     if _is_chat(prompt):
-        request.chat.CopyFrom(_chat(prompt, _flag("continue_final_message", continue_final_message)))
+        request.chat.CopyFrom(_chat(prompt, _flag("continue_final_message", continue_final_message), tools))
+    elif tools:
+        _refuse("tools are for chats")
     else:
         request.text = _string("prompt", prompt)
     return _sized(request)

@@ -68,7 +68,8 @@ class ServiceInfo:
         target: the large model, whose output every completion is.
         policies: the names that a request's `policy` may have; the first is the default.
         chat_template: whether the tokenizer has a chat template, so that prompts may be chats.
-        tool_format: how the template writes calls of functions: "hermes", "llama3" or "mistral".
+        tool_format: how the template writes calls of functions: "hermes", "llama3", "mistral",
+            "mistral_named" or "qwen3_coder".
     """
 
     draft: ModelInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dynatree.client import Chunk, Completion, FinishReason
@@ -113,7 +113,7 @@ class TextAnswer(_Named):
 class ChatAnswer(_Named):
     """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
 
-    `functions` are the names of the functions that the answer may call.
+    `functions` has the schema of the parameters of each function that the answer may call, by name.
     """
 
     prefix = "chatcmpl"
@@ -121,11 +121,11 @@ class ChatAnswer(_Named):
     object = "chat.completion"
 
     def __init__(
-        self, model: str, texts: TokenTexts | None, choices: int, functions: frozenset[str] = frozenset()
+        self, model: str, texts: TokenTexts | None, choices: int, functions: Mapping[str, Json] | None = None
     ) -> None:
         super().__init__(model, texts)
         self._choices = choices
-        self._functions = functions
+        self._functions = functions or {}
         self._readers: dict[int, CallReader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:

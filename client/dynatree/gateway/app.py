@@ -145,7 +145,7 @@ class Gateway:
             running_usage=body.running_usage,
             cached_tokens=await self._models.tells_callers_apart(),
         )
-        functions = frozenset(each.function.name for each in body.callable)
+        functions = {each.function.name: each.function.parameters or {} for each in body.callable}
         answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
@@ -159,6 +159,7 @@ class Gateway:
             special_tokens=bool(body.special_tokens),
             continue_final_message=body.continues,
             token_strings=bool(body.return_token_strs),
+            tools=[each.described for each in body.tools or ()],
             metadata=metadata,
         )
         answer = {

@@ -14,7 +14,7 @@ import grpc
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dynatree.client import ContextLengthError, DynaTreeError, ServerBusyError
+from dynatree.client import ContextLengthError, DynaTreeError, GrammarError, ServerBusyError
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,18 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class LengthFields:
-    """The request's field names of the prompt and of the number of new tokens; None if it gives no number."""
+class RequestFields:
+    """The names of a request's fields that errors of the service may be about; None for fields that it does not have.
+
+    Attributes:
+        prompt: The field with the prompt.
+        new_tokens: The field with the number of new tokens.
+        grammar: The field that limits the answer.
+    """
 
     prompt: str
     new_tokens: str | None
+    grammar: str | None
 
 
 @dataclass
@@ -67,8 +74,8 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, error: DynaTreeError, fields: LengthFields | None = None) -> ApiError:
-        """Translate a failure of the draft service; `fields` names the request's prompt and length, if it has them."""
+    def of(cls, error: DynaTreeError, fields: RequestFields | None = None) -> ApiError:
+        """Translate a failure of the draft service; `fields` names the request's fields, if it is a completion."""
         status, type_, code = _STATUSES.get(error.code, (500, "server_error", "server_error"))
         headers = dict(_ASK_FOR_KEY) if status == 401 else {}
         if isinstance(error, ServerBusyError) and error.retry_after is not None:
@@ -78,7 +85,8 @@ class ApiError(Exception):
             too_long = error.prompt_tokens >= error.context_length or fields.new_tokens is None
             param = fields.prompt if too_long else fields.new_tokens
             return cls(status, error.details, type_, param=param, code=code)
-        return cls(status, _WORDS.get(error.code, str(error)), type_, code=code, headers=headers)
+        param = fields.grammar if isinstance(error, GrammarError) and fields is not None else None
+        return cls(status, _WORDS.get(error.code, str(error)), type_, param=param, code=code, headers=headers)
 
     @classmethod
     def of_body(cls, error: ValidationError, body: Any) -> ApiError:

@@ -71,12 +71,12 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
 
-    def constraints(self) -> list[GenerateOptions]:
-        """The constraints that the fields name."""
-        return [
-            *_all(self.json_, self.regex, self.choice, self.grammar),
-            *([GenerateOptions(json_schema=ANY_OBJECT)] if self.json_object else []),
-        ]
+    def constraints(self) -> dict[str, GenerateOptions]:
+        """The constraints that the fields name, by field."""
+        found = _all("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
+        if self.json_object:
+            found["structured_outputs.json_object"] = GenerateOptions(json_schema=ANY_OBJECT)
+        return found
 
 
 class Structured(Body):
@@ -110,32 +110,37 @@ class Structured(Body):
     @property
     def constraint(self) -> GenerateOptions:
         """The client library's option for the constraint; empty if any text is allowed."""
-        return next(iter(self._constraints()), GenerateOptions())
+        return next(iter(self._constraints().values()), GenerateOptions())
 
-    def _constraints(self) -> list[GenerateOptions]:
-        found: list[GenerateOptions] = []
+    @property
+    def constraint_field(self) -> str | None:
+        """The field that limits the answer."""
+        return next(iter(self._constraints()), None)
+
+    def _constraints(self) -> dict[str, GenerateOptions]:
+        found: dict[str, GenerateOptions] = {}
         if isinstance(self.response_format, JsonObjectFormat):
-            found.append(GenerateOptions(json_schema=ANY_OBJECT))
+            found["response_format"] = GenerateOptions(json_schema=ANY_OBJECT)
         elif isinstance(self.response_format, JsonSchemaFormat):
             schema = self.response_format.json_schema.schema_
-            found.append(GenerateOptions(json_schema=ANY_OBJECT if schema is None else schema))
+            found["response_format"] = GenerateOptions(json_schema=ANY_OBJECT if schema is None else schema)
         if self.structured_outputs is not None:
-            found += self.structured_outputs.constraints()
-        return found + _all(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+            found |= self.structured_outputs.constraints()
+        return found | _all("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
 
 
 def _all(
-    schema: Schema | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[GenerateOptions]:
-    found: list[GenerateOptions] = []
+    prefix: str, schema: Schema | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> dict[str, GenerateOptions]:
+    found: dict[str, GenerateOptions] = {}
     if schema is not None:
-        found.append(GenerateOptions(json_schema=schema))
+        found["json"] = GenerateOptions(json_schema=schema)
     if regex is not None:
-        found.append(GenerateOptions(regex=regex))
+        found["regex"] = GenerateOptions(regex=regex)
     if choice is not None:
         answers = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
         answers = answers.replace("\x7f", "\\u007f")  # which Lark's strings cannot have, other than JSON's
-        found.append(GenerateOptions(grammar=f"start: {answers}"))
+        found["choice"] = GenerateOptions(grammar=f"start: {answers}")
     if grammar is not None:
-        found.append(GenerateOptions(grammar=grammar))
-    return found
+        found["grammar"] = GenerateOptions(grammar=grammar)
+    return {prefix + name: option for name, option in found.items()}

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
 from dynatree.common.limits import MAX_STOP_TOKENS
-from dynatree.gateway.errors import LengthFields
+from dynatree.gateway.errors import RequestFields
 from dynatree.gateway.formats import Structured
 from dynatree.gateway.no_effect import Body
 from dynatree.gateway.tools import NamedTool, ToolCalls, Tools, call_grammar
@@ -194,9 +194,9 @@ class CompletionRequest(CompletionOptions):
         return list(self.prompt)
 
     @property
-    def fields(self) -> LengthFields:
-        """The names of the fields with the prompt and with the number of new tokens."""
-        return LengthFields("prompt", None if self.max_tokens is None else "max_tokens")
+    def fields(self) -> RequestFields:
+        """The names of the fields that errors of the service may be about."""
+        return RequestFields("prompt", None if self.max_tokens is None else "max_tokens", self.constraint_field)
 
     @property
     def scores_only(self) -> bool:
@@ -330,19 +330,25 @@ class ChatRequest(CompletionOptions, Template):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.tool_choice not in (None, "none", "auto") and not self.callable:
+        if self.must_call and not self.callable:
             raise ValueError("tool_choice asks for a call of a function that tools does not have")
-        if self.tool_choice not in (None, "none", "auto") and self.constraint:
+        if self.must_call and self.constraint:
             raise ValueError("tool_choice asks for a call, and another field limits the answer; expected one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs")
         return self
 
     @property
-    def fields(self) -> LengthFields:
-        """The names of the fields with the prompt and with the number of new tokens."""
+    def fields(self) -> RequestFields:
+        """The names of the fields that errors of the service may be about."""
         named = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
-        return LengthFields("messages", next(iter(named), None))
+        grammar = "tools" if self.must_call else self.constraint_field
+        return RequestFields("messages", next(iter(named), None), grammar)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a function."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def callable(self) -> Tools:
@@ -383,7 +389,7 @@ class ChatRequest(CompletionOptions, Template):
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.must_call:
             several = self.tool_choice == "required" and self.parallel_tool_calls is not False
             several &= tool_format != "llama3"  # its templates refuse several calls in one message
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)
@@ -401,6 +407,7 @@ class TokenizeRequest(Template):
             default. A chat has only the special tokens of its template.
         special_tokens: Whether the text may name special tokens.
         return_token_strs: Whether to return the tokens' spellings in the vocabulary.
+        tools: The functions that the chat's template describes, as in a chat that is completed.
     """
 
     model: str | None = None
@@ -409,11 +416,14 @@ class TokenizeRequest(Template):
     add_special_tokens: bool | None = None
     special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
+        if self.messages is None and self.tools:
+            raise ValueError("tools are for messages")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("add_special_tokens is for a prompt; a chat's template writes its own special tokens")
         return self

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynatree.client import DynaTreeError
 from dynatree.gateway.encoding import PIECE_BYTES, encode
-from dynatree.gateway.errors import ApiError, LengthFields, shutting_down
+from dynatree.gateway.errors import ApiError, RequestFields, shutting_down
 from dynatree.gateway.open_requests import OpenRequest
 
 _HEADERS = [
@@ -44,7 +44,7 @@ class InPieces(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
 
 
-def whole(work: Callable[[], Awaitable[list[bytes]]], fields: LengthFields) -> Response:
+def whole(work: Callable[[], Awaitable[list[bytes]]], fields: RequestFields) -> Response:
     """Return a response of one JSON object, made by `work`; errors name the request's `fields`."""
 
     async def tell(telling: Telling) -> None:
@@ -53,7 +53,7 @@ def whole(work: Callable[[], Awaitable[list[bytes]]], fields: LengthFields) -> R
     return _WhileWanted(tell, fields)
 
 
-def as_events(events: AsyncGenerator[str], fields: LengthFields) -> Response:
+def as_events(events: AsyncGenerator[str], fields: RequestFields) -> Response:
     """Return a stream of `events` that ends with `[DONE]`; errors name the request's `fields`."""
 
     async def tell(telling: Telling) -> None:
@@ -143,7 +143,7 @@ class UntilStopped:
 class _WhileWanted(Response):
     """A response whose work is cancelled when the client disconnects."""
 
-    def __init__(self, tell: Callable[[Telling], Awaitable[None]], fields: LengthFields) -> None:
+    def __init__(self, tell: Callable[[Telling], Awaitable[None]], fields: RequestFields) -> None:
         self.background = None
         self._tell = tell
         self._fields = fields

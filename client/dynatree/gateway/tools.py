@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,6 +15,8 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
+from dynatree.gateway.xml_calls import BEGIN as XML_BEGIN
+from dynatree.gateway.xml_calls import call_rules, finite, objects
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
@@ -27,9 +28,12 @@ _DATA = frozenset(("const", "enum", "default", "examples"))
 _NOT_SPACE = re.compile(r"\S")
 _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
+_XML_END = re.compile(r"(?:\n</parameter>|<function=[^>\n]{1,128}>)\n</function>\s{0,8}(?=</?tool_call>)")
+_LONGEST_END = 200  # characters of `_XML_END`
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
+_ID = f"[a-zA-Z0-9]{{{_ID_LENGTH}}}"
 
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -118,20 +122,33 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), After
 
 
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:
-    """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template."""
+    """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template.
+
+    In Qwen3-Coder's, a call whose values could not be told from their texts is JSON, as in that of Hermes.
+    """
     key = "parameters" if tool_format == "llama3" else "arguments"
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     rules = []
     for place, tool in enumerate(tools):
-        opening = f'{{"name": "{tool.function.name}", "{key}": '
         # the parameters stay a separate schema, because their references count from their own root
         parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
-        schema = json.dumps({"x-guidance": layout, **parameters})
-        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "}}"\narguments_{place}: %json {schema}')
+        # errors name the title
+        notes = {"x-guidance": layout, "title": f"parameters of the function {tool.function.name}"}
+        xml = tool_format == "qwen3_coder" and call_rules(f"call_{place}", tool.function.name, parameters, notes)
+        if xml:
+            rules += xml
+            continue
+        opening, closing = f'{{"name": "{tool.function.name}", "{key}": ', "}"
+        if tool_format == "mistral_named":
+            opening, closing = tool.function.name, ""
+        schema = json.dumps({**notes, **parameters, "title": notes["title"]})
+        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "{closing}"')
+        rules.append(f"arguments_{place}: %json {schema}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
         "llama3": ("", "", "; "),
         "mistral": ("[", "]", ", "),
+        "mistral_named": ("", "", ""),
     }.get(tool_format, (f"{CALL_BEGIN}\n", f"\n{CALL_END}", f"\n{CALL_END}\n{CALL_BEGIN}\n"))
     more = f" ({json.dumps(between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
@@ -186,17 +203,23 @@ class CallReader:
     """Finds the calls in the text of an answer as it arrives. Text that is no call of a known function stays text.
 
     A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
-    one or more of them or a list, as the whole answer. White space beside calls is dropped. How the text is cut changes
-    neither the content nor the calls, and a text without calls is the content.
+    one or more of them or a list, as the whole answer. As the whole answer, calls may also be names, each with a JSON
+    object of arguments behind it (`_named`). White space beside calls is dropped. How the text is cut changes neither
+    the content nor the calls, and a text without calls is the content.
 
     Args:
-        names: The names of the functions.
+        functions: The schema of the parameters of each function, by name.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        self._functions = functions
+        self._names = names = functions.keys()
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
         self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
+        known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        # As newer models of Mistral write it. The marks are special tokens, so the text may lack them, but not the id.
+        self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
+        self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
         self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
         self._pending = ""  # text that is neither told as content nor part of a complete call
         self._place = 0  # where the search for the end of an open call goes on in it
@@ -213,16 +236,19 @@ class CallReader:
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
-        if self._whole is not False and (calls := self._calls_in(_without_marker(self._pending))):
-            return "", calls
+        if self._whole is not False:
+            text = self._pending.strip()
+            if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
+                return "", calls
         return self._parts(final=True)
 
     def _may_be_calls(self) -> bool | None:
         """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""
         begun = "".join(self._pending.split())
-        if begun.startswith(self._starts):
+        if begun.startswith(self._starts) or self._named.match(begun):
             return True
-        return None if any(start.startswith(begun) for start in self._starts) else False
+        unsure = any(start.startswith(begun) for start in (*self._starts, *self._names))
+        return None if unsure or self._before_arguments.fullmatch(begun) else False
 
     def _parts(self, *, final: bool) -> tuple[str, list[Call]]:
         content: list[str] = []
@@ -233,7 +259,7 @@ class CallReader:
             end = self._end(text, inside, final)
             if end is None:
                 break
-            found = self._calls_in(text[inside:end])
+            found = self._calls_in(self._objects_in(text[inside:end].strip()))
             ended = text.startswith(CALL_END, end)
             behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
             content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
@@ -252,7 +278,7 @@ class CallReader:
         """Return where the JSON at `inside` ends: at a tag that is not in a string; None if more text must tell."""
         first = _NOT_SPACE.search(text, inside)
         if first is not None and first[0] not in "{[":
-            return inside
+            return self._end_of_xml(text, inside, first.start(), final)
         place = max(self._place, inside)
         while match := (_IN_STRING if self._in_string else _OUTSIDE).search(text, place):
             if match[0] in (CALL_BEGIN, CALL_END):
@@ -264,6 +290,20 @@ class CallReader:
         self._place = max(place, len(text) - unsure)
         return len(text) if final else None
 
+    def _end_of_xml(self, text: str, inside: int, begin: int, final: bool) -> int | None:
+        """Do `_end` for a call in XML; other text ends where it begins, at `inside`."""
+        if not XML_BEGIN.startswith(text[begin : begin + len(XML_BEGIN)]):
+            return inside
+        if match := _XML_END.search(text, max(self._place, inside)):
+            self._place = 0
+            return match.end()
+        self._place = max(inside, len(text) - _LONGEST_END)
+        return len(text) if final else None
+
+    def _objects_in(self, text: str) -> Iterator[Any]:
+        """Yield the values between two tags: the calls in XML, or JSON."""
+        return objects(text, self._functions) if text.startswith(XML_BEGIN) else _objects(text)
+
     def _beside_calls(self, text: str) -> str:
         """Return the next text of the content, without white space behind a call."""
         if self._behind_call:
@@ -271,10 +311,21 @@ class CallReader:
             self._behind_call = not text
         return text
 
-    def _calls_in(self, text: str) -> list[Call]:
-        """Return the calls of a text; none if it is anything else."""
+    def _named_objects(self, text: str) -> Iterator[Any]:
+        """Yield an object for each name with arguments behind it; None for anything else."""
+        place = 0
+        while place < len(text):
+            found = self._named.match(text, place)
+            if found is None:
+                yield None
+                return
+            arguments, place = _decoded(text, found.end())
+            yield {"name": found[1], "arguments": arguments}
+
+    def _calls_in(self, objects: Iterable[Any]) -> list[Call]:
+        """Return the calls that these objects are; none if one is anything else."""
         calls = []
-        for found in _objects(text):
+        for found in objects:
             name = found.get("name") if isinstance(found, dict) else None
             if not isinstance(name, str) or name not in self._names:
                 return []
@@ -291,7 +342,6 @@ class CallReader:
 
 
 def _without_marker(text: str) -> str:
-    text = text.strip()
     for marker in _MARKERS:
         text = text.removeprefix(marker)
     return text
@@ -299,24 +349,20 @@ def _without_marker(text: str) -> str:
 
 def _objects(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, and the elements of lists among them; None for anything else."""
-    decoder, place = json.JSONDecoder(parse_float=_finite, parse_constant=_finite), 0
-    text = text.strip()
+    text, place = text.strip(), 0
     while place < len(text):
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            yield None
-            return
+        value, place = _decoded(text, place)
         yield from value if isinstance(value, list) else [value]
         if between := re.compile(r"[\s;,]*").match(text, place):
             place = between.end()
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} cannot be written as JSON")
-    return value
+def _decoded(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value at a place of a text, and where it ends; None, and the text's end, if there is none."""
+    try:
+        return json.JSONDecoder(parse_float=finite, parse_constant=finite).raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None, len(text)
 
 
 def _written(arguments: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
     ServiceError
     ├── InvalidArgumentError      the request is malformed            INVALID_ARGUMENT
+    │   └── GrammarError          its grammar cannot be followed
     ├── OutOfRangeError           the request is too long             OUT_OF_RANGE
     │   └── ContextLengthError    it exceeds the target's context
     ├── FailedPreconditionError   the two sides disagree              FAILED_PRECONDITION
@@ -34,6 +35,10 @@ class InvalidArgumentError(ServiceError):
     """The request is malformed, regardless of the service's state."""
 
     code = "INVALID_ARGUMENT"
+
+
+class GrammarError(InvalidArgumentError):
+    """The request's grammar is wrong, too complex or not supported, or no completion can follow it."""
 
 
 class OutOfRangeError(ServiceError):

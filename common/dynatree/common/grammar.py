@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 from dynatree.common.limits import MAX_GRAMMAR_BYTES
 
 
@@ -22,13 +22,14 @@ class Grammar:
     """The texts that a completion may be: those that a JSON schema, a regular expression or a Lark grammar accepts.
 
     Raises:
-        InvalidArgumentError: The text is empty, or longer than `MAX_GRAMMAR_BYTES`.
+        GrammarError: The text is longer than `MAX_GRAMMAR_BYTES`, or it is empty. The empty regular expression is
+            allowed: it matches the empty text.
     """
 
     kind: GrammarKind
     text: str
 
     def __post_init__(self) -> None:
-        size = len(self.text.encode())
-        if not 1 <= size <= MAX_GRAMMAR_BYTES:
-            raise InvalidArgumentError(f"the grammar has {size} bytes, expected 1 to {MAX_GRAMMAR_BYTES}")
+        size, least = len(self.text.encode()), 0 if self.kind is GrammarKind.REGEX else 1
+        if not least <= size <= MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"the grammar has {size} bytes, expected {least} to {MAX_GRAMMAR_BYTES}")

@@ -41,7 +41,7 @@ from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.model.weight_files import WeightFiles
 from dynatree.engine.numerics import numerics_of
-from dynatree.engine.offload.choice import checkpoint_of, copy_bytes, dtype_of, offloaded_model
+from dynatree.engine.offload.choice import checkpoint_of, copy_bytes, dtype_of, offloaded_model, recurrent_bytes
 from dynatree.engine.offload.offloaded_model import OffloadedModel, fill_rounded
 from dynatree.engine.parallel.parallel_engine import ParallelKVCache
 from dynatree.engine.parallel.ranks import Ranks
@@ -143,7 +143,7 @@ def _engine_of(
         shape.slot_bytes(model.dtype) * (ranks.size if ranks and model.device.type == "cpu" else 1),
         model.device,
         beside,
-        shape.recurrent.session_bytes if shape.recurrent else 0,
+        *recurrent_bytes(settings, shape.recurrent),
     )
     slots = budget.slots(settings.kv_tokens)
     kv_cache = _allocate(

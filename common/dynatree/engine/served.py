@@ -18,12 +18,13 @@ from dynatree.engine.model.size import parameters_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.model.weight_files import QuantizedFiles
-from dynatree.engine.offload.choice import copy_bytes, dtype_of, kv_bytes_of, placement, weight_bytes
+from dynatree.engine.offload.choice import copy_bytes, dtype_of, kv_bytes_of, placement, recurrent_bytes, weight_bytes
 from dynatree.engine.quantized.layers import formats_of
 from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.settings import WEIGHTS, ModelSettings
 from dynatree.engine.small_engine import kernels_of
 from dynatree.engine.support.explained import explained
+from dynatree.engine.support.families import recurrent_size_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Served:
         computed_by: The kernels, and whether a native program calls them.
         weight_bytes: Bytes of memory that all weights take; 0 if unknown.
         kv_bytes: Bytes of the keys and values of one token; 0 if unknown.
+        state_bytes: Bytes that recurrent layers keep for a session and its cached prefix; 0 without such layers.
         context_length: Tokens of the longest sequence.
+        bounded: Whether the model itself bounds its context.
         offloaded_layers: Layers that do not fit into the memory that is free now.
         tokenizer_fingerprint: Identifies the tokenizer.
     """
@@ -54,7 +57,9 @@ class Served:
     computed_by: str
     weight_bytes: int
     kv_bytes: int
+    state_bytes: int
     context_length: int
+    bounded: bool
     offloaded_layers: int
     tokenizer_fingerprint: str
 
@@ -62,10 +67,13 @@ class Served:
         """A line for people."""
         size = f" that take {size_text(self.weight_bytes)} of memory" if self.weight_bytes else ""
         offloaded = f", {self.offloaded_layers} layers offloaded" if self.offloaded_layers else ""
+        states = f", {size_text(self.state_bytes)} of states and records a session" if self.state_bytes else ""
+        chosen = "" if self.bounded else ", which --max-context sets, as the model bounds none"
         return (
             f"{self.name}: {self.architecture} of {self.parameters / 1e9:.3g} billion parameters, {self.weights} "
             f"weights{size}{offloaded}, {self.dtype} activations on {self.device} by {self.computed_by}, "
-            f"{self.kv_bytes / 1e3:.3g} kB of keys and values a token, a context of {self.context_length} tokens"
+            f"{self.kv_bytes / 1e3:.3g} kB of keys and values a token{states}, "
+            f"a context of {self.context_length} tokens{chosen}"
         )
 
 
@@ -98,7 +106,9 @@ def served(settings: ModelSettings) -> Served:
         computed_by=f"transformers with {others}" if others else _computed_by(settings, found, model.dtype, weights),
         weight_bytes=0 if others else size(model, ""),
         kv_bytes=kv_bytes_of(found.config, model.dtype),
+        state_bytes=recurrent_bytes(settings, recurrent_size_of(model))[0],
         context_length=found.context_length,
+        bounded=found.bounded,
         offloaded_layers=placed.layers - placed.resident if placed else 0,
         tokenizer_fingerprint=fingerprint(load_tokenizer(settings.model)),
     )

@@ -48,6 +48,7 @@ class ModelSettings:
         max_context: Longest sequence that is served, in tokens, at most the model's context length if the model chooses
             tokens; None means the model's context length.
         speculative_slots: KV slots of each session for uncommitted tokens.
+        prefix_cache: Whether recurrent layers keep states of ended sessions.
         fixed_rows: Row counts that forward passes are padded to, and captured for on a GPU. A single count makes
             tokens independent of the tree, the batch and its other sessions. An empty tuple means no padding. None
             means the device's default: no padding on a CPU, and on a GPU the count that its measured costs suggest.
@@ -76,6 +77,7 @@ class ModelSettings:
     kv_tokens: int | None = None
     max_context: int | None = None
     speculative_slots: int = 256
+    prefix_cache: bool = True
     fixed_rows: tuple[int, ...] | None = None
     fixed_rows_file: Path | None = None
     measured_rows: int = 0

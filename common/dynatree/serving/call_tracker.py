@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from dynatree.common.errors import (
     ContextLengthError,
     DeviceFailedError,
+    GrammarError,
     IdleSessionError,
     InvalidArgumentError,
     QuotaError,
@@ -25,7 +26,16 @@ from dynatree.common.errors import (
     UnauthenticatedError,
 )
 from dynatree.common.limits import IDLE_SECONDS
-from dynatree.serving.grpc_options import CONTEXT_LENGTH, PROMPT_TOKENS, QUEUE, QUOTA, REFUSED, REQUEST_ID, RETRY_AFTER
+from dynatree.serving.grpc_options import (
+    CONTEXT_LENGTH,
+    GRAMMAR,
+    PROMPT_TOKENS,
+    QUEUE,
+    QUOTA,
+    REFUSED,
+    REQUEST_ID,
+    RETRY_AFTER,
+)
 from dynatree.serving.openings import FIRST_MESSAGE_SECONDS, Openings
 from dynatree.serving.security import LOCAL, Authentication
 from dynatree.serving.standard_calls import StandardCalls
@@ -292,6 +302,8 @@ def _trailing_metadata(error: ServiceError) -> Metadata:
             if error.retry_after is None:
                 return (refused,)
             return (refused, (RETRY_AFTER, str(max(1, round(1e3 * error.retry_after)))))
+        case GrammarError():
+            return ((REFUSED, GRAMMAR),)
         case ContextLengthError():
             return ((CONTEXT_LENGTH, str(error.context_length)), (PROMPT_TOKENS, str(error.prompt_tokens)))
     return ()

@@ -6,6 +6,7 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 RETRY_AFTER = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
 # trailing metadata of RESOURCE_EXHAUSTED: QUOTA if the principal's quota is used up, wherever it asks; else QUEUE
 REFUSED, QUOTA, QUEUE = "dynatree-refused", "quota", "queue"
+GRAMMAR = "grammar"  # REFUSED of INVALID_ARGUMENT if the request's grammar is at fault
 CONTEXT_LENGTH, PROMPT_TOKENS = "context-length", "prompt-tokens"  # trailing metadata if the context is exceeded
 PRINCIPAL = "dynatree-principal"  # metadata of a request: its principal
 REQUEST_ID = "x-request-id"  # metadata of a request: its name in logs; trailing metadata of its error

@@ -156,6 +156,7 @@ async def start_draft(
     service = DraftService(drafts, policy, admission, metrics, operation.tracing, recent, recorder)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
+    service.read_ahead()
     draft, target = source.info, replicas.target.info
     if draft.context_length < target.context_length:
         log.warning(

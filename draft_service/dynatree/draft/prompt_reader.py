@@ -40,6 +40,10 @@ class PromptReader:
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._vocabulary: list[bytes] = []  # built at the first use
 
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer for grammars."""
+        self._grammars.read_ahead()
+
     @property
     def has_chat_template(self) -> bool:
         """Whether prompts may be chats."""

@@ -76,6 +76,10 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._default_policy = default_policy
         self._nothing_ready = False  # whether the last request found no verify service ready
 
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer for grammars."""
+        self._prompts.read_ahead()
+
     async def GetModelInfo(  # noqa: N802
         self, request: draft_pb2.DraftServiceGetModelInfoRequest, context: Context
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:

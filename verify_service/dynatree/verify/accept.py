@@ -45,12 +45,13 @@ def accept(tree: TokenTree, choices: Sequence[int]) -> Verdict:
     return follow(tree, lambda node: choices[node + 1])
 
 
-def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
+def follow(tree: TokenTree, choice: Callable[[int], int | None]) -> Verdict:
     """Walk from the root along the target's choices as long as the tree contains them.
 
     Args:
         tree: The drafted tree.
-        choice: Function from a node (`ROOT` for the root) to the token that the target chooses after it.
+        choice: Function from a node (`ROOT` for the root) to the token that the target chooses after it. None leaves a
+            node unverified: its token is then the bonus token. The root is always verified.
 
     Returns:
         The path and the bonus token. These are exactly the tokens of plain decoding, since each choice depended on the
@@ -58,11 +59,13 @@ def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
     """
     node = ROOT
     path: list[int] = []
-    token = choice(node)
-    while (child := tree.children.get((node, token))) is not None:
+    while (token := choice(node)) is not None:
+        child = tree.children.get((node, token))
+        if child is None:
+            return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), token))
         path.append(child)
-        node, token = child, choice(child)
-    return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), token))
+        node = child
+    return Verdict(tuple(path[:-1]), tuple(tree.token_ids[n] for n in path))
 
 
 def cut(verdict: Verdict, remaining: int, end_tokens: Set[int]) -> Verdict:

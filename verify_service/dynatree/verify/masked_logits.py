@@ -29,26 +29,33 @@ class MaskedLogits:
         self._states: dict[int, GrammarState] = {} if grammar is None else {ROOT: grammar}
         self._rows: dict[int, Tensor] = {}
 
-    def after(self, node: int) -> Tensor:
+    def after(self, node: int) -> Tensor | None:
         """Return the row after a node, `[1, vocabulary]`; before it, those of the node's ancestors were asked for.
 
+        None means that the grammar cannot be followed behind the node. The commit then ends with the node, since only
+        the next round may need a token behind it.
+
         Raises:
-            InvalidArgumentError: The grammar cannot be followed further.
+            GrammarError: The grammar cannot be followed behind the root.
         """
         row = self._logits[node + 1 : node + 2]
         if not self._states:
             return row
         if node not in self._rows:
             state = self._state(node)
+            if state.error is not None:
+                if node == ROOT:
+                    raise state.error
+                return None
             allowed = torch.from_numpy(state.allowed(row.shape[-1])).to(row.device)
             self._rows[node] = row.masked_fill(~allowed, -math.inf)
         return self._rows[node]
 
     def rows(self, nodes: Sequence[int]) -> Tensor:
-        """Return the rows after several nodes on one path, `[nodes, vocabulary]`; errors as in `after`."""
+        """Return the rows after several nodes behind which a token was chosen, `[nodes, vocabulary]`."""
         if not self._states:
             return self._logits[[node + 1 for node in nodes]]
-        return torch.cat([self.after(node) for node in nodes])
+        return torch.cat([self._rows[node] for node in nodes])
 
     def _state(self, node: int) -> GrammarState:
         state = self._states.get(node)

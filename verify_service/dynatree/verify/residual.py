@@ -30,13 +30,14 @@ Distribution = NDArray[np.float64]
 
 
 def accept_residual(
-    tree: TokenTree, target: Callable[[int], Distribution], random: Callable[[int], np.random.Generator]
+    tree: TokenTree, target: Callable[[int], Distribution | None], random: Callable[[int], np.random.Generator]
 ) -> Verdict:
     """Walk down from the root while drawn children are accepted, then draw one token from the residual distribution.
 
     Args:
         tree: The drafted tree, with the distributions from which its children were drawn.
-        target: Function from a node (`ROOT` for the root) to the target's distribution `[vocabulary]` after it.
+        target: Function from a node (`ROOT` for the root) to the target's distribution `[vocabulary]` after it. None
+            leaves a node unverified: its token is then the last one. The root is always verified.
         random: Function from a depth to a fresh random generator; the walk makes one choice at each depth.
 
     Returns:
@@ -45,8 +46,8 @@ def accept_residual(
     """
     node, depth = ROOT, 1
     path: list[int] = []
-    while True:
-        generator, distribution = random(depth), target(node)
+    while (distribution := target(node)) is not None:
+        generator = random(depth)
         broken = not math.isfinite(distribution[0])  # one NaN or +inf makes the whole softmax NaN
         accepted, rest = (None, distribution) if broken else _try_children(tree, node, distribution, generator)
         if accepted is None:
@@ -54,6 +55,7 @@ def accept_residual(
             return Verdict(tuple(path), (*(tree.token_ids[n] for n in path), token))
         path.append(accepted)
         node, depth = accepted, depth + 1
+    return Verdict(tuple(path[:-1]), tuple(tree.token_ids[n] for n in path))
 
 
 def _try_children(

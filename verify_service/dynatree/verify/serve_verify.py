@@ -72,4 +72,5 @@ async def start_verify(
     server = Server([SERVICE_NAME], limits.idle_seconds, operation.security, limits.sessions + limits.queue)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(service, server.grpc_server)  # type: ignore[no-untyped-call]
     await server.start(address)
+    service.read_ahead()
     return server

@@ -81,6 +81,10 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         self._grammars = GrammarCompiler(verifier.engine.tokenizer, verifier.engine.eos_token_ids)
         self._tokenizer: dict[str, bytes] = {}  # its files by name, made at the first use
 
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer for grammars."""
+        self._grammars.read_ahead()
+
     async def GetModelInfo(  # noqa: N802
         self, request: verify_pb2.VerifyServiceGetModelInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetModelInfoResponse:

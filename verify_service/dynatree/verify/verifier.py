@@ -173,7 +173,7 @@ class Verifier:
             _keep_log_probs(session, logits)
         session.read += part.prompt_tokens
         if part.prompt_tokens and not session.unread:
-            session.kv.checkpoint = session.kv.memory
+            self._cache.note_prompt(session.kv)
         if verdict is None:
             self.engine.kv_cache.forget(session.kv, session.read)
             return None
@@ -257,18 +257,24 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
     return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
-def _choice(session: VerifySession, tree: TokenTree, masked: MaskedLogits, node: int) -> int:
-    """The target's choice after a node under the session's grammar."""
+def _choice(session: VerifySession, tree: TokenTree, masked: MaskedLogits, node: int) -> int | None:
+    """The target's choice after a node under the session's grammar; None leaves the node unverified."""
+    row = masked.after(node)
+    if row is None:
+        return None
     position = session.length + (0 if node == ROOT else tree.depths[node])
     sampling = session.request.decoding.sampling
-    return choose(masked.after(node), [position], sampling, _histories(session, tree, [node]))[0]
+    return choose(row, [position], sampling, _histories(session, tree, [node]))[0]
 
 
 def _accept_residual(session: VerifySession, tree: TokenTree, masked: MaskedLogits) -> Verdict:
     sampling = session.request.decoding.sampling
 
-    def target(node: int) -> Distribution:
-        rows = adjusted(masked.after(node), sampling, _histories(session, tree, [node]))
+    def target(node: int) -> Distribution | None:
+        row = masked.after(node)
+        if row is None:
+            return None
+        rows = adjusted(row, sampling, _histories(session, tree, [node]))
         distribution: Distribution = warped(rows, sampling)[0].double().softmax(-1).cpu().numpy()
         return distribution
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import sigmoid
 from transformers import PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
@@ -38,6 +38,10 @@ class _Lightning(MiniMaxLightningAttention):
 
 def adapt(model: PreTrainedModel) -> None:
     """Replace each lightning attention of a model."""
-    for module in model.modules():
-        if type(module) is MiniMaxLightningAttention:
-            module.__class__ = _Lightning
+    for mixer in mixers(model):
+        mixer.__class__ = _Lightning
+
+
+def mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the lightning attentions of a model."""
+    return [each for each in model.modules() if isinstance(each, MiniMaxLightningAttention)]

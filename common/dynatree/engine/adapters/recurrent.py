@@ -6,19 +6,24 @@ several sessions. Projections, gates and norms stay those of transformers.
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from dynatree.engine.adapters import state_spaces
-from dynatree.engine.adapters.layer_call import LayerCall
+from dynatree.engine.adapters.layer_call import LayerCall, check_options
+from dynatree.engine.adapters.rounded import rounded, softplus
 from dynatree.engine.cpu import native_recurrence
 from dynatree.engine.recurrent import short_conv
 from dynatree.engine.recurrent.linear_attention import Records
@@ -29,20 +34,33 @@ class _StepLinear(nn.Linear):
     """A linear layer whose weight the mixer of Mamba-1 reads itself, so that no layout may take its place."""
 
 
+# What transformers advises where it computes a mixer itself; these packages compute on GPUs only.
+_ADVICE = re.compile(
+    r"is falling back to its reference .* because `(causal_conv1d|mamba_ssm|flash-linear-attention)` is not installed"
+)
 # The call of the mixer that runs now. It is a variable because Mamba-1's mixers pass no keyword arguments on.
 _CURRENT: ContextVar[LayerCall | None] = ContextVar("_CURRENT", default=None)
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let each recurrent mixer of a model compute trees of tokens; a mixer is known by its convolution."""
-    for module in model.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
-            for child in module.children():
-                if type(child) is nn.Linear and child is getattr(module, "dt_proj", None):
-                    child.__class__ = _StepLinear
-            _replace_functions(sys.modules[type(module).__module__])
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, always_call=True)
+    """Let each recurrent mixer of a model compute trees of tokens."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
+    for mixer in mixers(model):
+        step = getattr(mixer, "dt_proj", None)
+        if type(step) is nn.Linear:
+            step.__class__ = _StepLinear
+        _replace_functions(sys.modules[type(mixer).__module__])
+        mixer.register_forward_pre_hook(_enter, with_kwargs=True)
+        mixer.register_forward_hook(_leave, always_call=True)
+
+
+def mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the recurrent mixers of a model; each is known by its convolution."""
+    return [each for each in model.modules() if any(isinstance(child, nn.Conv1d) for child in each.children())]
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return _ADVICE.search(record.getMessage()) is None
 
 
 def _enter(mixer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -63,6 +81,9 @@ def _replace_functions(modeling: Any) -> None:
         theirs = getattr(modeling, name, None)
         if theirs is not None and not hasattr(theirs, "dynatree"):
             setattr(modeling, name, _either(ours, theirs))
+    if getattr(modeling, "F", None) is functional:  # the gates of delta rules, of few heads in float32
+        softened = _either(lambda _, *args, **options: softplus(*args, **options), functional.softplus)
+        modeling.F = SimpleNamespace(**vars(functional) | {"softplus": softened})
 
 
 def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,14 +97,15 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def _convolution(
-    call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
 ) -> Tensor:
     """Compute the convolution of each channel of `x`, `[1, channels, n]`."""
+    check_options(others)
     rows = x[0].T  # [n, channels]
     start = partial(rows.new_zeros, (weight.shape[1] - 1, len(weight)))
     scan = Scan("a convolution", partial(_convolve, weight, bias), _shift, start, (rows[:0],))
     output = call.scan(scan, (rows,)).T[None]
-    return output if activation is None else ACT2FN[activation](output)
+    return output if activation is None else rounded(ACT2FN[activation], output)
 
 
 def _convolve(
@@ -97,14 +119,22 @@ def _shift(state: Tensor, records: Records) -> Tensor:
 
 
 def _delta_rule(
-    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+    call: LayerCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule: query and key `[1, n, G, dk]`, value `[1, n, H, dv]`, g and beta `[1, n, H]`.
 
     Kimi Linear's g has a decay per channel, `[1, n, H, dk]`.
     """
+    check_options(others)
     rows = [each[0].double() for each in (query, key, value, g, beta)]
-    if options.get("use_qk_l2norm_in_kernel"):
+    if use_qk_l2norm_in_kernel:
         rows[:2] = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in rows[:2])
     rows[0] = rows[0] * query.shape[-1] ** -0.5
     heads, size = value.shape[2:]

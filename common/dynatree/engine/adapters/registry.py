@@ -54,5 +54,12 @@ def adapt(model: PreTrainedModel) -> None:
     model._can_set_attn_implementation = lambda: True  # type: ignore[method-assign]  # for the probe's comparison
 
 
+def mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the recurrent mixers of an adapted model."""
+    model_type = model.config.model_type
+    found: list[nn.Module] = _adapter(model_type).mixers(model) if model_type in RECURRENT else []
+    return found
+
+
 def _adapter(model_type: str) -> Any:
     return import_module(f"dynatree.engine.adapters.{_ADAPTERS[model_type]}")

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.common.limits import MAX_GRAMMARS
 from dynatree.engine.grammar.json_schema import prepared
@@ -36,6 +36,9 @@ _BYTES = {*range(0xF5)} - {0xC0, 0xC1}  # those of UTF-8
 # Control characters, and bytes of planes without everyday characters: vocabularies that are otherwise whole lack some.
 _RARE = ({*range(0x20), 0x7F} - {*b"\t\n\r"}) | {*range(0xF1, 0xF5)}
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # in a Lark grammar
+# Lexemes of a Lark grammar in which `<` is a character, and the tokens that it names
+_NAMED_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|//.*|#.*|(<[^<>\s]+>)', re.MULTILINE)
+_REFUSED = "the grammar is refused: "
 _ESCAPES = 'nrbtf\\"'  # without \uXXXX, by which a property that the schema names would pass as another one
 _JSON: JsonCompileOptions = {
     # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
@@ -58,52 +61,88 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
         self._missing: frozenset[int] = frozenset()  # bytes without a token
-        self._tokens: LLTokenizer | InvalidArgumentError | None = None  # found at the first use, in about a second
+        self._tokens: LLTokenizer | GrammarError | None = None  # found in about a second
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
         self._lock = threading.Lock()
+
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer on another thread, so that the first grammar does not wait for that."""
+        if self._end_tokens:
+            threading.Thread(target=self._read, name="grammar tokens", daemon=True).start()
+
+    def _read(self) -> LLTokenizer | GrammarError:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens, self._missing = _tokens_of(self._tokenizer, self._end_tokens)
+            return self._tokens
 
     def state(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
         """Return the state of a grammar after the tokens of a completion; this may take a second.
 
         Raises:
-            InvalidArgumentError: The target has no end-of-sequence token, or a tokenizer that takes no grammar; the
+            GrammarError: The target has no end-of-sequence token, or a tokenizer that takes no grammar; the
                 grammar is wrong, too complex or not supported, or it does not allow the tokens.
         """
         if not self._end_tokens:
-            raise InvalidArgumentError("the target has no end-of-sequence token, which a grammar needs")
+            raise GrammarError("the target has no end-of-sequence token, which a grammar needs")
+        tokens = self._read()
+        if isinstance(tokens, GrammarError):
+            raise GrammarError(str(tokens))
         with self._lock:
-            if self._tokens is None:
-                self._tokens, self._missing = _tokens_of(self._tokenizer, self._end_tokens)
-            if isinstance(self._tokens, InvalidArgumentError):
-                raise InvalidArgumentError(str(self._tokens))
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
-            compiled = on_large_stack(partial(_compiled, grammar, self._tokens, self._missing))
+            compiled = on_large_stack(partial(_compiled, grammar, tokens, self._missing))
+            if grammar.kind is GrammarKind.LARK:
+                self._check_named_tokens(grammar.text, tokens)
             with self._lock:
                 self._compiled[grammar] = compiled
                 while len(self._compiled) > MAX_GRAMMARS:
                     self._compiled.popitem(last=False)
         state = compiled.after_all(token_ids)
         if state is None:
-            raise InvalidArgumentError("the tokens that the completion already has do not follow the grammar")
+            raise GrammarError("the tokens that the completion already has do not follow the grammar")
         return state
+
+    def _check_named_tokens(self, lark: str, tokens: LLTokenizer) -> None:
+        """Refuse a Lark grammar that names an end token: the completion would end there, whatever should follow."""
+        named = sorted({found[1] for found in _NAMED_TOKENS.finditer(lark) if found[1]})
+        if not named:
+            return
+        state = GrammarState(LLMatcher(tokens, LLMatcher.grammar_from_lark(f"start: {' | '.join(named)}"), log_level=0))
+        for end in filter(state.allows, self._end_tokens):
+            name = self._tokenizer.convert_ids_to_tokens(end)
+            raise GrammarError(f"the grammar names {name}, which ends every completion; expected other tokens")
 
 
 def _compiled(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) -> GrammarState:
-    """Return the state before the first token, whose mask is known."""
+    """Return the state before the first token, whose mask is known; an error names the JSON schema at fault."""
+    try:
+        return _compiled_whole(grammar, tokens, missing)
+    except GrammarError:
+        for start, end, schema in _schemas(grammar.text) if grammar.kind is GrammarKind.LARK else ():
+            try:
+                _compiled_whole(Grammar(GrammarKind.JSON_SCHEMA, grammar.text[start:end]), tokens, missing)
+            except GrammarError as error:
+                reason = str(error).removeprefix(_REFUSED)
+                raise GrammarError(f"{_REFUSED}the JSON schema {schema.get('title', '')!r}: {reason}") from error
+        raise
+
+
+def _compiled_whole(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) -> GrammarState:
     try:
         source = _source(grammar)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"the JSON schema is not valid: {error}") from error
+        raise GrammarError(f"the JSON schema is not valid: {error}") from error
     matcher = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits())
     if matcher.is_error():
-        raise InvalidArgumentError(f"the grammar is refused: {reason_of(matcher)}")
+        raise GrammarError(_REFUSED + reason_of(matcher))
     for warning in matcher.get_grammar_warnings():
         log.debug("grammar: %s", warning)
     state = GrammarState(matcher, missing)
-    _ = state.bits  # a grammar that no token can begin is refused at once
+    if state.error is not None:  # a grammar that no token can begin is refused at once
+        raise state.error
     return state
 
 
@@ -117,28 +156,34 @@ def _source(grammar: Grammar) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidArgumentError("the JSON schema is not an object")
+        raise GrammarError("the JSON schema is not an object")
     return LLMatcher.grammar_from_json_schema(prepared(schema), defaults=_JSON)
 
 
 def _with_prepared_schemas(lark: str) -> str:
     """Return a Lark grammar whose JSON schemas are prepared; what is no JSON stays as it is."""
     parts, place = [], 0
-    for found in _SCHEMA.finditer(lark):
-        if found.end() < place:  # in the schema before
-            continue
-        with suppress(json.JSONDecodeError):
-            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
-            schema = prepared(schema)
-            schema["x-guidance"] = {"json_allowed_escapes": _ESCAPES, **schema.get("x-guidance", {})}
-            parts += [lark[place : found.end()], json.dumps(schema)]
-            place = end
+    for start, end, schema in _schemas(lark):
+        schema = prepared(schema)
+        schema["x-guidance"] = {"json_allowed_escapes": _ESCAPES, **schema.get("x-guidance", {})}
+        parts += [lark[place:start], json.dumps(schema)]
+        place = end
     return "".join([*parts, lark[place:]])
+
+
+def _schemas(lark: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield where each JSON schema of a Lark grammar begins and ends, and the schema."""
+    end = 0
+    for found in _SCHEMA.finditer(lark):
+        if found.end() >= end:  # not in the schema before
+            with suppress(json.JSONDecodeError):
+                schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+                yield found.end(), end, schema
 
 
 def _tokens_of(
     tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]
-) -> tuple[LLTokenizer | InvalidArgumentError, frozenset[int]]:
+) -> tuple[LLTokenizer | GrammarError, frozenset[int]]:
     """Return the tokenizer in llguidance's form, the bytes of each token and the tokens of a text, and missing bytes.
 
     The error says why the tokenizer takes no grammar.
@@ -146,7 +191,7 @@ def _tokens_of(
     known = _KnownTokens(tokenizer, end_tokens)
     reason = known.gap
     if reason is not None:
-        return InvalidArgumentError(f"the target's tokenizer takes no grammar: {reason}"), known.missing
+        return GrammarError(f"the target's tokenizer takes no grammar: {reason}"), known.missing
     tokens = LLTokenizer(TokenizerWrapper(known), n_vocab=len(known.tokens), eos_token=list(end_tokens))
     return tokens, known.missing
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their values are schemas
 _DATA = ("const", "enum", "default", "examples")  # their values are no schemas
@@ -13,6 +15,7 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 _IGNORED = ("contentEncoding", "contentMediaType")  # llguidance allows any text
 _LAYOUT = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")  # of `x-guidance`
 _LARGEST = 2**53  # llguidance reads numbers as floats of 64 bits
+_SLIVER = 1e-9
 _UNSPELT = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # control characters without an escape of one letter
 
 # White space as ECMA-262 defines it for `\s`; that of Rust has U+0085 and lacks U+FEFF.
@@ -33,9 +36,15 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema for llguidance whose texts are all valid under the original schema.
 
     Raises:
-        InvalidArgumentError: The schema has a keyword or a value that llguidance would not follow.
+        GrammarError: The schema has a keyword or a value that llguidance would not follow.
         RecursionError: It is nested too deeply.
     """
+    out = _followed(schema)
+    _narrow([*_schemas_in(out)])
+    return out
+
+
+def _followed(schema: dict[str, Any]) -> dict[str, Any]:
     _check(schema)
     out: dict[str, Any] = {}
     for key, value in schema.items():
@@ -52,7 +61,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     name = out.get("format")
     if isinstance(name, str) and name in _FORMATS:
         if not isinstance(out.setdefault("allOf", []), list):
-            raise InvalidArgumentError("allOf is not a list")
+            raise GrammarError("allOf is not a list")
         del out["format"]
         out["allOf"].append({"pattern": _FORMATS[name]})
     return out
@@ -61,31 +70,57 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 def _prepared(value: Any) -> Any:
     if isinstance(value, list):
         return [_prepared(each) for each in value]
-    return prepared(value) if isinstance(value, dict) else value
+    return _followed(value) if isinstance(value, dict) else value
+
+
+def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of a document, and the objects that hold some by name."""
+    if isinstance(value, dict):
+        yield value
+        value = [each for key, each in value.items() if key not in _DATA]
+    if isinstance(value, list):
+        for each in value:
+            yield from _schemas_in(each)
+
+
+def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
+    """Move an exclusive bound that is an integer inwards by a sliver if an opposite bound is less than 1 from it.
+
+    Between the two, llguidance would include the exclusive one. It merges schemas, so that both may stand anywhere.
+    """
+    for exclusive, inclusive, others, whole, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), math.floor, 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), math.ceil, -1),
+    ):
+        opposite = [each[key] for each in schemas for key in others if isinstance(each.get(key), float)]
+        near = {whole(bound) for bound in opposite if not bound.is_integer()}
+        for schema in schemas:
+            bound = schema.get(exclusive)
+            bound = schema.get(inclusive) if bound is True else bound  # as draft 4 writes it
+            if isinstance(bound, int | float) and not isinstance(bound, bool) and bound in near:
+                schema[exclusive] = bound + sign * max(_SLIVER, math.ulp(bound))
 
 
 def _check(schema: dict[str, Any]) -> None:
     for key in _IGNORED:
         if key in schema:
-            raise InvalidArgumentError(f"{key} is not supported in a JSON schema")
+            raise GrammarError(f"{key} is not supported in a JSON schema")
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):
-        raise InvalidArgumentError("x-guidance is not an object")
+        raise GrammarError("x-guidance is not an object")
     for key in guidance:
         if key not in _LAYOUT:
-            raise InvalidArgumentError(f"x-guidance has the option {key!r}, expected one of {', '.join(_LAYOUT)}")
+            raise GrammarError(f"x-guidance has the option {key!r}, expected one of {', '.join(_LAYOUT)}")
     for key in _NUMBERS:
         if not _is_of_64_bits(schema, key):
             _check_number(schema.get(key))
-    _check_interval(schema, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
-    _check_interval(schema, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
     for key in ("const", "enum"):
         _check_data(schema.get(key))
     required = schema.get("required")
     most = 1 + (len(required) if isinstance(required, list) else 0)
     fewest = schema.get("minProperties")
     if isinstance(fewest, int | float) and fewest > most:  # llguidance counts a property that is repeated
-        raise InvalidArgumentError(
+        raise GrammarError(
             f"minProperties is {fewest}, expected at most {most}, the number of required properties and one"
         )
 
@@ -98,21 +133,10 @@ def _is_of_64_bits(schema: dict[str, Any], key: str) -> bool:
     return bound >= 2**63 - 1 if key == "maximum" else key == "minimum" and bound <= -(2**63)
 
 
-def _check_interval(schema: dict[str, Any], exclusive: str, others: tuple[str, ...], sign: int) -> None:
-    """Refuse an exclusive bound that is an integer, and another bound less than 1 from it: llguidance includes both."""
-    bound = schema.get(exclusive)
-    if not isinstance(bound, int | float) or bound != int(bound):
-        return
-    for key in others:
-        other = schema.get(key)
-        if isinstance(other, int | float) and 0 < sign * (other - bound) < 1:
-            raise InvalidArgumentError(f"{exclusive} {bound} with {key} {other} is not supported in a JSON schema")
-
-
 def _check_data(value: Any) -> None:
     if isinstance(value, str):
         if found := _UNSPELT.search(value):
-            raise InvalidArgumentError(f"the JSON schema has a constant with the control character {found[0]!r}")
+            raise GrammarError(f"the JSON schema has a constant with the control character {found[0]!r}")
     elif isinstance(value, dict):
         for name, each in value.items():
             _check_data(name)
@@ -126,7 +150,7 @@ def _check_data(value: Any) -> None:
 
 def _check_number(value: Any) -> None:
     if isinstance(value, int | float) and abs(value) > _LARGEST:
-        raise InvalidArgumentError(f"the JSON schema has the number {value}, expected numbers up to 2**53")
+        raise GrammarError(f"the JSON schema has the number {value}, expected numbers up to 2**53")
 
 
 def _with_spaces(pattern: str) -> str:

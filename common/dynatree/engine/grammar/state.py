@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable
 from functools import cached_property
@@ -10,8 +11,16 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.errors import GrammarError
 
+# Words of llguidance that name an option which requests do not have, or no keyword, and those that replace them
+_WORDS = (
+    (
+        re.compile(r"oneOf constraints are not supported\..*"),
+        "oneOf with alternatives that may overlap is not supported",
+    ),
+    (re.compile(r"(?=(integer interval|range) [\[(])"), "minimum and maximum: "),
+)
 LONGEST_REASON = 500  # characters
 NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
@@ -20,7 +29,8 @@ class GrammarState:
     """The state of a grammar after some tokens. It never changes: `after` returns another state. Thread-safe.
 
     It depends on the grammar and the tokens alone, so that verification of a tree and plain decoding mask alike. Where
-    the grammar allows only one text, it allows only the first token that the tokenizer gives for that text.
+    the grammar allows only one text, it allows only the first token that the tokenizer gives for that text. A state
+    that cannot be followed further allows no token. It is an `error` only of the completion that has its tokens.
 
     Args:
         matcher: The grammar after the tokens.
@@ -32,23 +42,19 @@ class GrammarState:
         self._missing = missing
         self._lock = threading.Lock()  # a matcher that two threads use at once raises an error
         self._bits: bytes | None = None
+        self._reason = ""
 
     def after(self, token: int) -> GrammarState | None:
-        """Return the state after one more token; None if the grammar forbids the token.
-
-        Raises:
-            InvalidArgumentError: The grammar has become too complex, or no token continues it.
-        """
+        """Return the state after one more token; None if this state does not allow the token."""
         if not self.allows(token):
             return None
         with self._lock:
             following = self._matcher.deep_copy()
-        if not following.consume_token(token):
-            raise _error(following)
+        following.consume_token(token)  # if this fails, the matcher keeps its error
         return GrammarState(following, self._missing)
 
     def after_all(self, token_ids: Iterable[int]) -> GrammarState | None:
-        """Return the state after more tokens; None if the grammar forbids one of them; errors as in `after`."""
+        """Return the state after more tokens; None if one of them is not allowed."""
         state: GrammarState | None = self
         for token in token_ids:
             state = state and state.after(token)
@@ -60,27 +66,31 @@ class GrammarState:
         return token < 8 * len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
 
     @property
-    def bits(self) -> bytes:
-        """One bit per token, lowest first: whether it may follow.
+    def error(self) -> GrammarError | None:
+        """Why no token may follow: the grammar has become too complex, or no token continues it; None if one may."""
+        return None if self.bits else GrammarError(self._reason)
 
-        Raises:
-            InvalidArgumentError: The grammar has become too complex, or no token continues it.
-        """
+    @property
+    def bits(self) -> bytes:
+        """One bit per token, lowest first: whether it may follow; empty if none may."""
         with self._lock:
             if self._bits is None:
-                bits = self._matcher.compute_bitmask()
-                if self._matcher.is_error():
-                    raise _error(self._matcher)
-                # where a text that must follow has no tokens, the mask would be that of another text
-                spelt = not self._missing or self._missing.isdisjoint(self._matcher.compute_ff_bytes())
-                if not (spelt and any(bits)):
-                    raise InvalidArgumentError(NO_TOKEN)
-                self._bits = bits
+                self._bits, self._reason = self._computed()
             return self._bits
+
+    def _computed(self) -> tuple[bytes, str]:
+        """Return the bits, or why no token may follow."""
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            no_token = self._matcher.get_error().startswith("NoExtension")
+            return b"", NO_TOKEN if no_token else f"the grammar cannot be followed further: {reason_of(self._matcher)}"
+        # where a text that must follow has no tokens, the mask would be that of another text
+        spelt = not self._missing or self._missing.isdisjoint(self._matcher.compute_ff_bytes())
+        return (bits, "") if spelt and any(bits) else (b"", NO_TOKEN)
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Whether each token may follow, `[vocab_size]`; tokens behind the tokenizer's may not."""
-        bits = np.frombuffer(self.bits, dtype=np.uint8)
+        bits = np.frombuffer(self.bits or b"\0", dtype=np.uint8)  # NumPy does not extend an empty array by zeros
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
     @cached_property
@@ -96,10 +106,7 @@ class GrammarState:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    return matcher.get_error().split("\n<state>")[0].strip()[:LONGEST_REASON]
-
-
-def _error(matcher: LLMatcher) -> InvalidArgumentError:
-    if matcher.get_error().startswith("NoExtension"):
-        return InvalidArgumentError(NO_TOKEN)
-    return InvalidArgumentError(f"the grammar cannot be followed further: {reason_of(matcher)}")
+    reason = matcher.get_error()
+    for theirs, ours in _WORDS:
+        reason = theirs.sub(ours, reason, count=1)
+    return reason.split("\n<state>")[0].strip()[:LONGEST_REASON]

@@ -27,8 +27,9 @@ class KVBudget:
         slot_bytes: Bytes of a slot.
         device: Device that holds the KV cache.
         copy_bytes: Bytes that the weights of the model's own copy will take on the device; 0 without a copy.
-        session_bytes: Bytes that the recurrent layers keep of a session or of an entry of the prefix cache, of which
+        session_bytes: Bytes that the recurrent layers keep of a session and of an entry of the prefix cache, of which
             there may be as many.
+        pass_bytes: Bytes that they keep of the tokens of one forward pass.
     """
 
     sessions: int
@@ -37,6 +38,7 @@ class KVBudget:
     device: torch.device
     copy_bytes: int = 0
     session_bytes: int = 0
+    pass_bytes: int = 0
 
     def slots(self, asked: int | None) -> int:
         """Return the KV cache's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
@@ -78,15 +80,15 @@ class KVBudget:
         Raises:
             StartupError: They take more than may be used.
         """
-        each = 2 * self.session_bytes
-        if self.sessions * each > share * free:
-            most = int(share * free) // each
+        needed = self.sessions * self.session_bytes + self.pass_bytes
+        if needed > share * free:
+            most = max(int(share * free) - self.pass_bytes, 0) // self.session_bytes
             raise StartupError(
-                f"the recurrent layers of {self.sessions} sessions and of as many cached prefixes take "
-                f"{_gib(self.sessions * each)}, but only {_gib(int(share * free))} of the free {_gib(free)} may be "
+                f"the recurrent layers of {self.sessions} sessions and of their cached prefixes take "
+                f"{_gib(needed)}, but only {_gib(int(share * free))} of the free {_gib(free)} may be "
                 f"used; expected {f'--max-sessions of at most {most}' if most else 'more memory'}"
             )
-        return free - self.sessions * each
+        return free - needed
 
 
 def free_memory(device: torch.device) -> int | None:

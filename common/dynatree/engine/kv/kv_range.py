@@ -59,6 +59,21 @@ class KVRange:
     memory: Memory | None = None
     checkpoint: Memory | None = None
 
+    def covers(self, other: KVRange, stop: int) -> bool:
+        """Whether tokens can go on wherever another range of the same first `stop` tokens lets them go on.
+
+        A memory lets them go on at each position from its own to its end.
+        """
+        mine, theirs = (
+            [
+                (each.position, min(each.stop, stop))
+                for each in (kv.memory, kv.checkpoint)
+                if each is not None and each.position <= stop
+            ]
+            for kv in (self, other)
+        )
+        return all(any(first <= start and end <= last for first, last in mine) for start, end in theirs)
+
     def memory_of(self, stop: int) -> Memory | None:
         """Return the memory that holds most of the first `stop` slots, and perhaps more; None if none holds any."""
         found = [each for each in (self.memory, self.checkpoint) if each is not None and each.position <= stop]

@@ -82,9 +82,12 @@ class PrefixCache:
         """Whether a range still holds all that a token at `position` sees."""
         return self._kv_cache.reach(kv, position) == position
 
-    def _replaces(self, kv: KVRange, count: int) -> bool:
-        """Whether a range holds all that an entry of its first `count` tokens does; states are kept at few places."""
-        return self._kv_cache.shape.recurrent is None and self._holds(kv, count)
+    def _replaces(self, kv: KVRange, other: KVRange, count: int) -> bool:
+        """Whether a range holds all that another one of its first `count` tokens does; states are kept at few places.
+
+        So the state at the end of a prompt is kept beside a longer text that begins with it.
+        """
+        return self._holds(kv, count) and kv.covers(other, count)
 
     def _make_room(self, slots: int) -> None:
         """Evict the oldest entries that open a gap for a range; without such a gap, evict until enough slots are free.
@@ -105,6 +108,11 @@ class PrefixCache:
             self._entries.remove(entry)
             self._kv_cache.release(entry.kv)
 
+    def note_prompt(self, kv: KVRange) -> None:
+        """Keep what recurrent layers hold of a prompt that has just been read, for sessions with the same prompt."""
+        if self._enabled:
+            kv.checkpoint = kv.memory
+
     def release(self, kv: KVRange, token_ids: Sequence[int], principal: str) -> None:
         """Release a range whose first slots hold these tokens; keep it as an entry unless an entry begins with them.
 
@@ -112,13 +120,16 @@ class PrefixCache:
         """
         tokens = tuple(token_ids)
         same = [entry for entry in self._entries if entry.principal == principal]
-        known = any(self._usable(entry, tokens) == len(tokens) for entry in same)
+        known = any(
+            _common(entry.token_ids, tokens) == len(tokens) and self._replaces(entry.kv, kv, len(tokens))
+            for entry in same
+        )
         if not self._enabled or kv.broken or len(tokens) < LEAST or known or not self._holds(kv, len(tokens)):
             self._kv_cache.release(kv)
             return
         for entry in same:
             count = len(entry.token_ids)
-            if _common(entry.token_ids, tokens) == count and self._replaces(kv, count):
+            if _common(entry.token_ids, tokens) == count and self._replaces(kv, entry.kv, count):
                 self._entries.remove(entry)
                 self._kv_cache.release(entry.kv)
         self._kv_cache.shrink(kv, len(tokens))

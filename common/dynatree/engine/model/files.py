@@ -13,7 +13,7 @@ from typing import Any
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.gguf_header import FLOATS, read_header
+from dynatree.engine.model.gguf_header import read_header
 from dynatree.engine.settings import is_gguf
 
 HUB_SECONDS = 1.5  # time limit for the hub's answer; after it, transformers asks again and waits longer
@@ -57,22 +57,16 @@ def check_model(model: str) -> None:
 
 
 def check_rounding(model: str, weights: str) -> None:
-    """Refuse to round weights that the model's files on this machine hold in fewer bits already.
+    """Refuse to round weights that a folder on this machine holds in fewer bits already; those of GGUF files may be.
 
     Raises:
         StartupError: The weights are quantised.
     """
     folder = None if weights == "auto" or model == embedded.NAME else folder_of(model)
-    if folder is None:
+    if folder is None or not (folder / "config.json").exists():
         return
-    if folder.is_file():
-        kinds = " and ".join(sorted({each.kind for each in read_header(folder).tensors} - FLOATS))
-    elif (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kinds = (config.get("quantization_config") or {}).get("quant_method", "")
-    else:
-        kinds = ""
-    if kinds:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if kinds := (config.get("quantization_config") or {}).get("quant_method", ""):
         raise StartupError(f"model {folder.name} has {kinds} weights, which cannot be rounded again to {weights}")
 
 

@@ -29,7 +29,6 @@ BLOCKS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-FLOATS = frozenset({"F32", "F16", "BF16"})  # the types of weights that are not quantised
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K"}
 _TYPES |= {14: "Q6_K", 30: "BF16"}
 # Types of llama.cpp that are not served, for their names in messages.

@@ -47,6 +47,7 @@ class Vocabulary:
         self._spelling = {character: byte for byte, character in characters.items()}
         self.anchor: Context = next(((id_,) for id_ in range(len(tokenizer)) if self._is_ordinary(id_)), ())
         self.added = lru_cache(_PAIRS)(self._added)
+        self._decoded = lru_cache(_EMPTY)(self._decode)  # a vocabulary is read behind one context
 
     def behind(self, token_ids: Sequence[int]) -> Context:
         """The context after a text of these tokens; empty if the tokens have no text."""
@@ -65,7 +66,7 @@ class Vocabulary:
         """Return the bytes that a token adds after a context, and the context after the token."""
         if token_id in self._skipped:
             return b"", context
-        added = self._decode((*context, token_id))[len(self._decode(context)) :]
+        added = self._decode((*context, token_id))[len(self._decoded(context)) :]
         if REPLACEMENT in added:
             spelt = self._spelt(token_id)
             if spelt.decode(errors="replace") == added:

@@ -26,9 +26,10 @@ from dynatree.engine.offload.layer_cache import default_folder
 from dynatree.engine.offload.offloaded_model import OffloadedModel, load_offloaded, plan_of
 from dynatree.engine.quantized.layers import bytes_of
 from dynatree.engine.quantized.loading import method_of, quantized_model
+from dynatree.engine.recurrent.memory import RecurrentSize
 from dynatree.engine.settings import WEIGHTS, ModelSettings
 from dynatree.engine.support.explained import named
-from dynatree.engine.support.families import WITHOUT_KEYS
+from dynatree.engine.support.families import WITHOUT_KEYS, recurrent_size_of
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def placement(
             "with all layers offloaded; expected another draft model"
         )
     if free is not None:
-        room = _session_bytes(settings, config, model.dtype) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
+        room = _session_bytes(settings, config, model) / (CPU_SHARE if where.type == "cpu" else GPU_SHARE)
         room *= 2 if beside else 1  # as `KVBudget.slots`
         fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
     resident = fitting if asked is None else min(asked, plan.layers)
@@ -271,8 +272,16 @@ def _check_host(needed: int) -> None:
         )
 
 
-def _session_bytes(settings: ModelSettings, config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a session's keys and values, as far as the configuration tells."""
+def recurrent_bytes(settings: ModelSettings, size: RecurrentSize | None) -> tuple[int, int]:
+    """Return the bytes that recurrent layers keep for a session, and those that they keep of a forward pass."""
+    if size is None:
+        return 0, 0
+    rows = max(settings.speculative_slots + 1, settings.measured_rows)  # of one tree, and of all trees in a pass
+    return size.session_bytes(settings.prefix_cache), size.pass_bytes(rows)
+
+
+def _session_bytes(settings: ModelSettings, config: PretrainedConfig, model: PreTrainedModel) -> int:
+    """Return the bytes of a session's keys, values and states, as far as the configuration tells."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     slots = min(context, settings.max_context or context) + settings.speculative_slots
-    return slots * kv_bytes_of(config, dtype)
+    return slots * kv_bytes_of(config, model.dtype) + sum(recurrent_bytes(settings, recurrent_size_of(model)))

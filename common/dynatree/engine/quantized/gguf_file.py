@@ -1,4 +1,4 @@
-"""Loads weights from a GGUF file: quantised weights are repacked, and never rounded again.
+"""Loads weights from a GGUF file: quantised weights are repacked, or dequantised.
 
 The tokenizer and the names of the tensors are as transformers reads them from the file, and so is the configuration
 except for the families of `gguf_config.py`.
@@ -92,7 +92,7 @@ class GGUFFile:
             path: The file.
             model: Model from `skeleton` of the file's configuration. Its dtype is that of activations, and of weights
                 that are not quantised.
-            native: Whether the project's own kernels compute the model.
+            native: Whether quantised weights stay so, for the project's own kernels; else they are dequantised.
 
         Raises:
             StartupError: The file lacks a tensor of the model, has one that the model lacks, or one of another shape.

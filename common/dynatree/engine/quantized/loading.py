@@ -68,7 +68,8 @@ def quantized_model(
     native = is_native(device, dtype) and not dequantises
     if is_file:
         model = skeleton(config, dtype)
-        return Unfilled(model, GGUFFile(path, model, native))
+        keeps = native and settings.weights == "auto"  # else blocks are dequantised, and rounded by the caller
+        return Unfilled(model, GGUFFile(path, model, keeps))
     if not path.is_dir():
         wanted = ["*.safetensors", "*.json"]
         path = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=["*/*"]))

@@ -28,10 +28,18 @@ class RecurrentSize:
     state_bytes: int
     record_bytes: int
 
-    @property
-    def session_bytes(self) -> int:
-        """Bytes of one session between forward passes: its memory, and the one at its prompt's end."""
-        return 2 * self.state_bytes + 4 * KEPT * self.record_bytes
+    def session_bytes(self, prefixes: bool) -> int:
+        """Return the bytes of one session, apart from the records of a pass's own tokens.
+
+        These are its memory and, in a forward pass, the next one. With `prefixes` they are also the memory at its
+        prompt's end, and the two memories of an entry of the prefix cache.
+        """
+        memory = self.state_bytes + 2 * KEPT * self.record_bytes
+        return (5 if prefixes else 2) * memory
+
+    def pass_bytes(self, rows: int) -> int:
+        """Return the bytes of the records of a forward pass over the trees of all sessions, of `rows` tokens."""
+        return rows * self.record_bytes
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,30 @@ tree's tokens are computed level by level, each from its parent's.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from dynatree.engine.recurrent.linear_attention import Records
+from dynatree.engine.recurrent.memory import KEPT
+
+# By a number of tokens, the state before them, and that after them.
+Passed: TypeAlias = dict[int, tuple[Tensor, Tensor]]
 
 
 def selective_scan(
-    a: Tensor, dt: Tensor, v: Tensor, b: Tensor, c: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
+    a: Tensor,
+    dt: Tensor,
+    v: Tensor,
+    b: Tensor,
+    c: Tensor,
+    kept: Records,
+    ancestors: Tensor | None,
+    state: Tensor,
+    passed: Passed | None = None,
 ) -> tuple[Tensor, Records]:
     """Compute the outputs of `n` new tokens.
 
@@ -33,6 +49,7 @@ def selective_scan(
         ancestors: Bool `[n, m + n]`, true where a token descends from a kept or new token; parents come before their
             children. None means a chain: every token descends from all before it.
         state: `[channels, states]`, after all tokens before the kept ones.
+        passed: Receives the state that a chain has before its last `KEPT` tokens, for the `fold` that follows.
 
     Returns:
         Outputs `[n, channels]`, and the records of the new tokens.
@@ -40,10 +57,10 @@ def selective_scan(
     m, n = len(kept[0]), len(dt)
     outputs = torch.empty_like(v)
     if ancestors is None:
-        state = fold(a, state, kept)
-        for token in range(n):
-            state = _after(state, dt[token], v[token], b[token], a)
-            outputs[token] = state @ c[token]
+        for token, after in enumerate(_chain(a, fold(a, state, kept), (dt, v, b))):
+            torch.mv(after, c[token], out=outputs[token])
+            if passed is not None and token + 1 == n - KEPT:
+                passed[m + token + 1] = state, after.clone()
         return outputs, (dt, v, b)
     # states of: the state itself, kept tokens, new tokens; a parent is the last ancestor
     states = state.new_empty(1 + m + n, *state.shape)
@@ -59,11 +76,26 @@ def selective_scan(
     return (states[1 + m :] @ c[..., None])[..., 0], (dt, v, b)
 
 
-def fold(a: Tensor, state: Tensor, records: Records) -> Tensor:
-    """Compute the state after a chain of tokens: `[channels, states]`, from the state before it and their records."""
-    for step, value, projection in zip(*records, strict=True):
-        state = _after(state, step, value, projection, a)
-    return state
+def fold(a: Tensor, state: Tensor, records: Records, passed: Passed | None = None) -> Tensor:
+    """Compute the state after a chain of tokens: `[channels, states]`, from the state before it and their records.
+
+    The computation of the chain's outputs may have `passed` it.
+    """
+    before, after = (passed or {}).get(len(records[0]), (None, None))
+    if before is state and after is not None:
+        return after
+    return deque(_chain(a, state, records), maxlen=1).pop() if len(records[0]) else state
+
+
+def _chain(a: Tensor, state: Tensor, records: Records) -> Iterator[Tensor]:
+    """Yield the state after each token of a chain, in one tensor that changes; its bits are those of `_after`."""
+    state = state.clone()
+    decay, added = torch.empty_like(state), torch.empty_like(state)
+    steps, values, projections = records
+    for step, value, projection in zip(steps[..., None], values[..., None], projections[:, None], strict=True):
+        torch.mul(step, a, out=decay).exp_()
+        torch.mul(value, projection, out=added)
+        yield state.mul_(decay).add_(added)
 
 
 def _after(state: Tensor, dt: Tensor, v: Tensor, b: Tensor, a: Tensor) -> Tensor:

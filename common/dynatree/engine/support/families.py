@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.adapters.registry import ADAPTED, RECURRENT
+from dynatree.engine.adapters.registry import ADAPTED, RECURRENT, mixers
+from dynatree.engine.forward.attention import AttentionCall
 from dynatree.engine.forward.flat_forward import FlatForward
 from dynatree.engine.forward.requested_mask import locality_of
 from dynatree.engine.forward.scores import Scores
@@ -25,7 +27,6 @@ ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention
 # and values. A layer of the kind "hybrid" attends and recurs.
 ALONE = frozenset({"mlp", "moe"})
 WITHOUT_KEYS = ALONE | {"linear_attention", "conv"}
-RECURRENT_LAYERS = "recurrent layers"  # in `KVShape.features`
 RECORDED_TOKENS = 4
 
 
@@ -55,6 +56,11 @@ def check_config(config: PretrainedConfig) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise StartupError(f"{config.model_type} has {', '.join(others)} layers, which DynaTree does not compute")
+
+
+def recurs(config: PretrainedConfig) -> bool:
+    """Whether a model of a configuration, which `check_config` accepts, has recurrent layers."""
+    return bool(set(getattr(config, "layer_types", None) or ()) - ATTENDING - ALONE)
 
 
 class KVShapeRecorder:
@@ -96,7 +102,7 @@ class KVShapeRecorder:
         outputs, records = scan.compute(*tokens, scan.none, None, state)
         record_bytes = sum(each[0].nbytes for each in records)
         self._sizes[layer, scan.name] = RecurrentSize(scan.fold(state, records).nbytes, record_bytes)
-        self._features.add(RECURRENT_LAYERS)
+        self._features.add("recurrent layers")
         return outputs
 
     def request(self, layer: int, mask: Tensor | None, window: int | None) -> None:
@@ -145,7 +151,6 @@ class KVShapeRecorder:
         localities = tuple(self._localities[layer] for layer in indices)
         if all(each == GLOBAL for each in localities):
             localities = ()
-        sizes = self._sizes.values()
         return KVShape(
             len(indices),
             most,
@@ -153,10 +158,14 @@ class KVShapeRecorder:
             localities,
             tuple(sorted(self._features)),
             indices if len(indices) < layers else (),
-            RecurrentSize(sum(each.state_bytes for each in sizes), sum(each.record_bytes for each in sizes))
-            if sizes
-            else None,
+            self.recurrent_size(),
         )
+
+    def recurrent_size(self) -> RecurrentSize | None:
+        """Return the size of what all scans keep; None without any."""
+        sizes = self._sizes.values()
+        states, records = (sum(getattr(each, name) for each in sizes) for name in ("state_bytes", "record_bytes"))
+        return RecurrentSize(states, records) if sizes else None
 
     def _locality_of(self, mask: Tensor) -> Locality:
         for known, locality in self._of_masks:
@@ -164,6 +173,18 @@ class KVShapeRecorder:
                 return locality
         self._of_masks.append((mask, locality_of(mask, self._context_length)))
         return self._of_masks[-1][1]
+
+
+@torch.inference_mode()
+def recurrent_size_of(model: PreTrainedModel) -> RecurrentSize | None:
+    """Return the size of what the recurrent layers of a model from `skeleton` keep; None without any."""
+    recorder = KVShapeRecorder(0)
+    call = AttentionCall(recorder, recurring=recorder)
+    width = model.config.get_text_config().hidden_size
+    rows = torch.zeros(1, RECORDED_TOKENS, width, dtype=model.dtype, device="meta")
+    for mixer in mixers(model):
+        copy.deepcopy(mixer).to("meta")(rows, dynatree_call=call)  # some have buffers elsewhere
+    return recorder.recurrent_size()
 
 
 def record_kv_shape(model: PreTrainedModel, context_length: int) -> KVShape:

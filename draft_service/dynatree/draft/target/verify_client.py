@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dynatree.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
+    GrammarError,
     InvalidArgumentError,
     OutOfRangeError,
     PeerFailedError,
@@ -34,7 +35,7 @@ from dynatree.common.wire import (
     tree_to_pb,
 )
 from dynatree.serving.channel import Connector, Metadata
-from dynatree.serving.grpc_options import RETRY_AFTER
+from dynatree.serving.grpc_options import GRAMMAR, REFUSED, RETRY_AFTER
 from dynatree.v1 import verify_pb2, verify_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ T = TypeVar("T")
 _REQUEST = re.compile(r" \(request [\w.:-]+\)$")
 LAST_WORD_SECONDS = 1.0  # timeout for the final status of a session
 # If a verify service rejects the opening of a session, the client's request is at fault and the code is passed on. If
-# it rejects a tree, the services are at fault.
+# it rejects a tree, the services are at fault, unless the grammar cannot be followed further.
 PASSED_ON = {
     grpc.StatusCode[error.code]: error for error in (InvalidArgumentError, OutOfRangeError, FailedPreconditionError)
 }
@@ -258,6 +259,8 @@ def translated(code: grpc.StatusCode, details: str | None, metadata: Any = (), o
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         after = dict(metadata or ()).get(RETRY_AFTER, "")
         return ServiceBusyError(details or code.name, int(after) / 1e3 if after.isdecimal() else None)
+    if code == grpc.StatusCode.INVALID_ARGUMENT and dict(metadata or ()).get(REFUSED) == GRAMMAR:
+        return GrammarError(details or code.name)
     if opening and code in PASSED_ON:
         return PASSED_ON[code](details or code.name)
     if code == grpc.StatusCode.UNAVAILABLE or was_dropped(code, details):

@@ -9,8 +9,15 @@ from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
 
-# What a template has that writes calls in a known form; the first that fits counts.
-_SIGNS = {"mistral": "[TOOL_CALLS]", "hermes": "<tool_call>", "llama3": '"parameters"'}
+# What a template has that writes calls in a known form; the first that fits counts. Newer templates of Mistral write
+# the function's name behind the mark, the older ones an array.
+_SIGNS = {
+    "mistral_named": re.compile(r"""\[ARGS\]|\[TOOL_CALLS\]['"][\s+~}{-]*\w[\w.]*(\.name\b|\[['"]name['"]\])"""),
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "qwen3_coder": re.compile("<function="),
+    "hermes": re.compile("<tool_call>"),
+    "llama3": re.compile('"parameters"'),
+}
 _TOOLS = re.compile(r"\btools\b")
 _INSTRUCTIONS = """You may call functions. Each of these lines describes one, with a JSON schema of its parameters:
 {tools}
@@ -27,7 +34,7 @@ def written_format(template: object) -> str | None:
     texts = template.values() if isinstance(template, dict) else [template]
     for text in map(str, texts):
         if _TOOLS.search(text):
-            return next((name for name, sign in _SIGNS.items() if sign in text), None)
+            return next((name for name, sign in _SIGNS.items() if sign.search(text)), None)
     return None
 
 
