@@ -17,7 +17,7 @@ from zlib import crc32
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "common/dynatree/engine/cpu/native"
-SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c")
+SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c", "recurrence.c", "short_conv.c")
 OPENMP = b"libgomp.so"  # torch's own OpenMP library, the only one that `torch.set_num_threads` controls
 
 

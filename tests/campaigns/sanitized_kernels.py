@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c")
+SOURCES = ("attention.c", "linear.c", "quantized.c", "experts.c", "forward.c", "recurrence.c", "short_conv.c")
 CHECKED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # One mistake each: a file, the right text, and the wrong text that replaces it.
 NORM = "for (int64_t d = whole; d {} width; d++) {{\n        float x = (load_one"
@@ -49,6 +49,19 @@ MUTANTS = (
     ("experts.c", "m->chosen = malloc(s->all *", "m->chosen = malloc((s->all - 1) *"),
     ("experts.c", "i < e->count; i++)\n        candidates", "i <= e->count; i++)\n        candidates"),
     ("experts.c", "gate.bias += g->expert * 2 *", "gate.bias += (g->expert + 1) * 2 *"),
+    ("recurrence.c", "malloc((r->keys + all) * LINES *", "malloc(r->keys * LINES *"),
+    ("recurrence.c", "for (; d + 8 <= size; d += 8)", "for (; d < size; d += 8)"),
+    ("recurrence.c", "at + WIDE <= width; at += WIDE)", "at < width; at += WIDE)"),
+    ("recurrence.c", "seen[found + i] = r->kept + first + i;", "seen[found + i] = r->kept + first + i + 1;"),
+    ("recurrence.c", "(head * r->keys + d) * r->values;", "(head * r->keys + d + 1) * r->values;"),
+    ("recurrence.c", "malloc(LINES * r->values", "malloc(2 * r->values"),
+    ("recurrence.c", "first + line / kinds(r)) * r->groups + group", "first + line) * r->groups + group"),
+    ("recurrence.c", "r->beta[token * r->heads + head]", "r->beta[(token + 1) * r->heads + head]"),
+    ("recurrence.c", "r->keys - d >= 4 ? 4", "r->keys - d >= 3 ? 4"),
+    ("short_conv.c", "i + LANES <= count; i += LANES", "i < count; i += LANES"),
+    ("short_conv.c", "left && a--;)", "a--;)"),
+    ("short_conv.c", "(c->width - 1 - left + tap) * bytes", "(c->width - left + tap) * bytes"),
+    ("short_conv.c", "c->channels - first : TOGETHER", "TOGETHER : TOGETHER"),
     ("forward.c", NORM.format("<"), NORM.format("<=")),
     ("forward.c", "c->tokens[row] * bytes;", "(c->tokens[row] + 1) * bytes;"),
     ("forward.c", "(o->last ? c->keep[row] : row) *", "(o->last ? c->keep[row] + 1 : row) *"),
@@ -181,6 +194,8 @@ def run(library: Path, cases: int, seed: int) -> None:
         multiply,
         multiply_quantised,
         multiply_experts,
+        recur,
+        convolve,
         *(lambda chooser, runner=runner: forward(chooser, *runner) for runner in runners.values()),
     )
     with torch.inference_mode():
@@ -282,6 +297,49 @@ def multiply_experts(chooser: random.Random) -> None:
     output = NativeExperts(gate_up, down, count)(torch.randn(rows, hidden).to(dtype), index, torch.rand(rows, chosen))
     assert output.shape == (rows, hidden)
     assert output.isfinite().all()
+
+
+def recur(chooser: random.Random) -> None:
+    """Run a layer with decays over a random forest, and fold; the delta rule or linear attention."""
+    import torch
+
+    from dynatree.engine.cpu import native_recurrence
+
+    groups, shared = chooser.choice((1, 2, 3)), chooser.choice((1, 2, 5))
+    sizes = (chooser.choice((1, 3, 7, 8, 16, 27, 64)) for _ in range(2))
+    (keys, values), heads = sizes, groups * shared
+    kept, nodes = chooser.choice((0, 1, 2, 64)), chooser.choice((1, 2, 3, 4, 5, 7, 30, 64))
+    q, k = torch.randn(2, nodes, groups, keys, dtype=torch.float64)
+    v, g = (torch.randn(nodes, heads, *more, dtype=torch.float64) for more in ((values,), ()))
+    records = tuple(torch.randn(kept, *each.shape[1:], dtype=torch.float64) for each in (k, v, g))
+    ancestors = torch.ones(nodes, kept + nodes, dtype=torch.bool)
+    ancestors[:, kept:] = False
+    for node in range(1, nodes):
+        parent = chooser.randint(-1, node - 1)
+        if parent >= 0:
+            ancestors[node] = ancestors[parent]
+            ancestors[node, kept + parent] = True
+    state = torch.randn(heads, keys, values, dtype=torch.float64)
+    beta = chooser.choice((torch.rand(nodes, heads, dtype=torch.float64), None))
+    output, _ = native_recurrence.recur(q, k, v, -g.abs(), beta, records, ancestors, state)
+    assert output.isfinite().all()
+    assert native_recurrence.fold(state, records).shape == state.shape
+
+
+def convolve(chooser: random.Random) -> None:
+    """Run a short convolution over a chain or over random ancestors."""
+    import torch
+
+    from dynatree.engine.cpu.native_recurrence import convolve
+
+    dtype = chooser.choice((torch.float32, torch.bfloat16, torch.float16))
+    channels, width = chooser.choice((1, 7, 16, 255, 256, 257, 600)), chooser.choice((1, 2, 4, 16))
+    kept, nodes = chooser.choice((0, 1, 2, 64)), chooser.choice((0, 1, 2, 5, 64))
+    x, weight, records, state = (torch.randn(shape, channels).to(dtype) for shape in (nodes, width, kept, width - 1))
+    ancestors = chooser.choice((None, (torch.rand(nodes, kept + nodes) < 0.5).tril(kept - 1)))
+    bias = chooser.choice((None, torch.randn(channels).to(dtype)))
+    output = convolve(x, weight.T.contiguous(), bias, records, ancestors, state)
+    assert output.shape == (nodes, channels)
 
 
 def multiply_quantised(chooser: random.Random) -> None:

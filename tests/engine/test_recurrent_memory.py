@@ -194,7 +194,7 @@ def test_numbers_that_are_not_finite_reach_no_other_token():
     assert recurring.faulty() == [1]
     assert outputs[2].item() == DECAY * 1 + 3
     recurring.commit()
-    assert all(each.isfinite().all() for _, records in kv.memory.layers.values() for each in records)
+    assert all(each.isfinite().all() for _, records in kv.memory.layers.values() for each in records.joined())
 
 
 def test_states_are_counted_before_slots(monkeypatch):
@@ -226,13 +226,14 @@ def test_all_that_sessions_hold_is_counted(prefixes):
         run([Segment(kv, 220, [7] * rows, range(rows), mask=ancestor_mask([-1] * (rows - 1)))])
         held = [before, kv.memory, kv.checkpoint]
         held += [each for entry in cache._entries for each in (entry.kv.memory, entry.kv.checkpoint)]
-        bytes_held = sum(
-            each.nbytes
+        storages = [
+            each.untyped_storage()
             for memory in held
             if memory
             for state, records in memory.layers.values()
-            for each in (state, *records)
-        )
+            for each in (state, *records.new, *records.room.tensors)
+        ]
+        bytes_held = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         assert bytes_held <= size.session_bytes(prefixes) + size.pass_bytes(rows)
         assert bytes_held > size.pass_bytes(rows)
         assert (kv.checkpoint is not None) == prefixes

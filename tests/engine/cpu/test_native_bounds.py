@@ -76,7 +76,7 @@ def test_only_what_was_checked_has_an_address() -> None:
     # huge_pages.py calls the operating system's kernel, and host_layers.py the driver of a GPU
     assert asking == {"native.py", "huge_pages.py", "host_layers.py"}
     calling = {path.name for path in folder.rglob("*.py") if re.search(r"\bcall\(\"dynatree_", path.read_text())}
-    assert calling == {"native_attention.py", "native_linear.py", "native_runner.py"}
+    assert calling == {"native_attention.py", "native_linear.py", "native_recurrence.py", "native_runner.py"}
 
 
 # Attention

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from dynatree.engine.adapters.layer_call import LayerCall
+from dynatree.engine.cpu import native_recurrence
 from dynatree.engine.forward.attention import AttentionCall
-from dynatree.engine.recurrent import linear_attention
 from dynatree.engine.recurrent.scan import Scan
 
 
@@ -30,7 +30,7 @@ class _Lightning(MiniMaxLightningAttention):
         decays = -self.slope_rate.double().view(1, -1).expand(len(qkv), -1)
         start = partial(value.new_zeros, (self.num_attention_heads, self.head_dim, self.head_dim))
         none = (key[:0], value[:0], decays[:0])
-        scan = Scan("lightning attention", linear_attention.linear_attention, linear_attention.fold, start, none)
+        scan = Scan("lightning attention", native_recurrence.linear_attention, native_recurrence.fold, start, none)
         output = LayerCall(dynatree_call, self.layer_idx).scan(scan, (query, key, value, decays))
         output = self.norm(output.flatten(1).to(hidden_states.dtype)[None])
         return self.out_proj(sigmoid(self.output_gate(hidden_states)) * output), None

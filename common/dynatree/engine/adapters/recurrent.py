@@ -24,7 +24,8 @@ from transformers.activations import ACT2FN
 from dynatree.engine.adapters import state_spaces
 from dynatree.engine.adapters.layer_call import LayerCall, check_options
 from dynatree.engine.adapters.rounded import rounded, softplus
-from dynatree.engine.recurrent import gated_delta, linear_attention, short_conv
+from dynatree.engine.cpu import native_recurrence
+from dynatree.engine.recurrent import short_conv
 from dynatree.engine.recurrent.linear_attention import Records
 from dynatree.engine.recurrent.scan import Scan
 
@@ -110,10 +111,7 @@ def _convolution(
 def _convolve(
     weight: Tensor, bias: Tensor | None, x: Tensor, kept: Records, ancestors: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Records]:
-    """Compute `short_conv` in float64; inputs are kept in their own dtype."""
-    wide = None if bias is None else bias.double()
-    output = short_conv.short_conv(x.double(), weight.double(), wide, kept[0], ancestors, state)
-    return output.to(x.dtype), (x,)
+    return native_recurrence.short_conv(x, weight, bias, kept[0], ancestors, state), (x,)
 
 
 def _shift(state: Tensor, records: Records) -> Tensor:
@@ -142,7 +140,7 @@ def _delta_rule(
     heads, size = value.shape[2:]
     start = partial(rows[0].new_zeros, (heads, key.shape[3], size))
     none = (rows[1][:0], rows[2][:0], rows[3][:0])
-    scan = Scan("a gated delta rule", gated_delta.gated_delta, linear_attention.fold, start, none)
+    scan = Scan("a gated delta rule", native_recurrence.gated_delta, native_recurrence.fold, start, none)
     return call.scan(scan, rows)[None].to(value.dtype), None
 
 

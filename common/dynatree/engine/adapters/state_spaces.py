@@ -11,7 +11,8 @@ from torch.nn.functional import silu
 
 from dynatree.engine.adapters.layer_call import LayerCall, check_options
 from dynatree.engine.adapters.rounded import rounded, softplus
-from dynatree.engine.recurrent import linear_attention, selective_scan
+from dynatree.engine.cpu import native_recurrence
+from dynatree.engine.recurrent import selective_scan
 from dynatree.engine.recurrent.scan import Scan
 
 
@@ -35,7 +36,8 @@ def mamba2(
     step = _step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).double()
     v, g = x * step[..., None], step * a.double()
     start = partial(v.new_zeros, (v.shape[1], b.shape[2], v.shape[2]))
-    scan = Scan("a state space", linear_attention.linear_attention, linear_attention.fold, start, (b[:0], v[:0], g[:0]))
+    none = (b[:0], v[:0], g[:0])
+    scan = Scan("a state space", native_recurrence.linear_attention, native_recurrence.fold, start, none)
     output = call.scan(scan, (c, b, v, g))
     return (output if D is None else output + D[:, None] * x).contiguous()[None]  # Falcon-H1 takes a view of it
 

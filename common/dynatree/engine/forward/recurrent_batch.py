@@ -8,14 +8,16 @@ the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.recurrent.linear_attention import Records, append
+from dynatree.engine.recurrent.linear_attention import append
 from dynatree.engine.recurrent.memory import KEPT, Key, Memory
+from dynatree.engine.recurrent.recorded import Recorded
 from dynatree.engine.recurrent.scan import Scan
 
 
@@ -50,7 +52,7 @@ class RecurrentBatch:
 
     def _finite(self, tokens: Tensor) -> Tensor:
         """Return tensors of tokens `[n, ...]` with zeros in place of NaN and infinity, as the KV cache stores them."""
-        if tokens.sum().isfinite():
+        if math.isfinite(tokens.sum().item()):
             return tokens
         finite = tokens.isfinite().flatten(1).all(1)
         self._faulty.update((~finite).nonzero()[:, 0].tolist())
@@ -77,21 +79,23 @@ class _Part:
         # of a prompt's piece, most tokens go into the states at once, because all of its tokens are committed
         self._final = count - KEPT if segment.mask is None and count > KEPT else 0
         self._ancestors = _ancestors(segment, 0 if self._folds else self._kept)
-        self._layers: dict[Key, tuple[Tensor, Records]] = {}
+        self._layers: dict[Key, tuple[Tensor, Recorded]] = {}
 
     def scan(self, key: Key, scan: Scan, tokens: Sequence[Tensor]) -> Tensor:
         """Compute a scan for the tokens of the segment; see `Recurring.scan`."""
-        state, records = self._memory.layers[key] if self._memory.stop else (scan.start(), scan.none)
-        kept = tuple(each[: self._kept] for each in records)
+        state, recorded = self._memory.layers[key] if self._memory.stop else (scan.start(), Recorded(scan.none))
+        recorded = recorded.taken(range(self._kept)).settled()
         if self._folds:
-            state, kept = scan.fold(state, kept), scan.none
+            state, recorded = scan.fold(state, recorded.joined()), Recorded(scan.none)
+        kept = recorded.joined()
         outputs, new = scan.compute(*tokens, kept, self._ancestors, state)
-        records = append(kept, new)
+        recorded = recorded.followed_by(new)
         if self._final:
+            records = append(kept, new)
             final = len(records[0]) - KEPT
             state = scan.fold(state, tuple(each[:final] for each in records))
-            records = tuple(each[final:].clone() for each in records)
-        self._layers[key] = state, records
+            recorded = Recorded(tuple(each[final:] for each in records)).settled()
+        self._layers[key] = state, recorded
         return outputs
 
     def commit(self) -> None:

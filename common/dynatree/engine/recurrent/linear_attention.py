@@ -114,7 +114,11 @@ def read(q: Tensor, weights: Tensor, entering: Tensor, values: Tensor, state: Te
 
 
 def in_chunks(
-    step: Callable[..., tuple[Tensor, Records]], tokens: Sequence[Tensor], kept: Records, state: Tensor
+    step: Callable[..., tuple[Tensor, Records]],
+    tokens: Sequence[Tensor],
+    kept: Records,
+    state: Tensor,
+    fold: Callable[[Tensor, Records], Tensor] = fold,
 ) -> tuple[Tensor, Records]:
     """Compute a chain by chunks, so that work and memory grow with its length and not with the length's square.
 
@@ -123,6 +127,7 @@ def in_chunks(
         tokens: Its first arguments, one row a token.
         kept: Records of the earlier tokens.
         state: The state before them.
+        fold: Computes the state after a chunk.
     """
     outputs, records = [], []
     for start in range(0, len(tokens[0]), CHUNK):

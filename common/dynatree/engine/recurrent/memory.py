@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
-from dynatree.engine.recurrent.linear_attention import Records
+from dynatree.engine.recurrent.recorded import Recorded
 
 # Tokens whose records are kept, so that the states need not be folded in every forward pass, and so that the prefix
 # cache can go back by some tokens.
@@ -58,7 +57,7 @@ class Memory:
 
     position: int = 0
     count: int = 0
-    layers: Mapping[Key, tuple[Tensor, Records]] = field(default_factory=dict)
+    layers: Mapping[Key, tuple[Tensor, Recorded]] = field(default_factory=dict)
 
     @property
     def stop(self) -> int:
@@ -74,9 +73,8 @@ class Memory:
         return self if self.stop <= stop else self._taken(range(self.position, stop))
 
     def _taken(self, slots: Sequence[int]) -> Memory:
-        index = torch.tensor(slots, dtype=torch.long) - self.position
-        layers = {
-            key: (state, tuple(each.index_select(0, index.to(each.device)) for each in records))
-            for key, (state, records) in self.layers.items()
-        }
+        if list(slots) == list(range(self.position, self.stop)):
+            return self
+        places = [slot - self.position for slot in slots]
+        layers = {key: (state, records.taken(places)) for key, (state, records) in self.layers.items()}
         return Memory(self.position, len(slots), layers)

@@ -11,7 +11,7 @@ from dynatree.engine.recurrent.linear_attention import seen
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, ancestors: Tensor | None, state: Tensor
 ) -> Tensor:
-    """Compute the convolution of `n` new tokens; their records are their inputs `x`.
+    """Compute the convolution of `n` new tokens in float64; their records are their inputs `x`.
 
     Args:
         x: Inputs `[n, channels]`.
@@ -24,13 +24,13 @@ def short_conv(
             first token.
 
     Returns:
-        `[n, channels]`.
+        `[n, channels]`, in the dtype of `x`.
     """
     m = len(kept)
     if ancestors is None or ancestors[:, :m].all():  # the kept tokens are a chain before all new ones
         state, kept, ancestors = fold(state, kept), kept[:0], None if ancestors is None else ancestors[:, m:]
     n, m, width = len(x), len(kept), weight.shape[1]
-    inputs = torch.cat((state.to(x.dtype), kept.to(x.dtype), x))
+    inputs, weight = torch.cat((state, kept, x)).double(), weight.double()
     places = torch.arange(len(inputs), device=x.device)
     if ancestors is None:
         taps = places[m : m + n, None] + places[:width]
@@ -40,7 +40,7 @@ def short_conv(
     output = inputs[taps[:, 0]] * weight[:, 0]
     for tap in range(1, width):
         output += inputs[taps[:, tap]] * weight[:, tap]
-    return output if bias is None else output + bias
+    return (output if bias is None else output + bias.double()).to(x.dtype)
 
 
 def fold(state: Tensor, kept: Tensor) -> Tensor:

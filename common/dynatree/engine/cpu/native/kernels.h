@@ -166,6 +166,31 @@ void quantize_rows(const struct linear *linear, const char *rows, int64_t count,
 void quantized_sums(const struct linear *linear, int64_t panel, const char *quantized, int64_t count, int64_t first,
                     int64_t rows, float *sums);
 
+/* A recurrent layer's tokens, and what precedes them. Heads of a group share queries and keys. Numbers are float64. */
+struct recurrence {
+    int64_t heads, groups, keys, values; /* numbers of heads and groups, and sizes of a head's keys and values */
+    int64_t kept, tokens;                /* numbers of kept and of new tokens */
+    const double *state;                 /* [heads, keys, values], before the kept tokens */
+    const double *kept_k, *kept_v;       /* [kept, groups, keys] and [kept, heads, values] */
+    const double *kept_g;                /* [kept, heads]: logarithms of decays */
+    const double *q, *k, *v, *g;         /* of the new tokens; q is [tokens, groups, keys], the others as those kept */
+    const double *beta;                  /* [tokens, heads] of the delta rule; NULL: linear attention */
+    const uint8_t *ancestors;            /* [tokens, kept + tokens]; parents come before their children */
+    double *u;                           /* [tokens, heads, values]: pseudo-values of the delta rule */
+    double *output;                      /* [tokens, heads, values]; without new tokens a state, as `state` */
+};
+
+#define MOST_TAPS 16
+
+/* A convolution of each channel over some of the last ancestors; all numbers have one dtype. */
+struct convolution {
+    int64_t channels, width, kept, tokens, dtype; /* `width`: taps, at most MOST_TAPS */
+    const char *weight, *bias;                    /* [channels, width], and [channels] or NULL */
+    const char *state, *kept_x, *x;               /* rows of channels: width - 1, `kept`, and `tokens` */
+    const uint8_t *ancestors;                     /* [tokens, kept + tokens]; NULL: a chain */
+    char *output;                                 /* [tokens, channels] */
+};
+
 /* Prefetch the first weights of this thread's first task, so that memory is read while the thread waits. */
 void linear_prefetch(const struct linear *linear);
 

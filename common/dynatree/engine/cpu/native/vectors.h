@@ -45,6 +45,21 @@ INLINE vec fused(vec a, vec b, vec c) {
 #endif
 }
 
+/* Doubles, half as many as LANES. */
+#define WIDE (LANES / 2)
+typedef double wide __attribute__((vector_size(4 * LANES), aligned(8), may_alias));
+
+INLINE wide wide_splat(double x) { return x - (wide){0}; }
+
+INLINE double fused_double(double a, double b, double c) { return __builtin_fma(a, b, c); }
+INLINE wide fused_wide(wide a, wide b, wide c) {
+#if LANES == 16
+    return (wide)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#else
+    return (wide)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#endif
+}
+
 INLINE vec load(const void *from, int64_t dtype) {
 #if LANES == 16
     if (dtype == BFLOAT16) return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
