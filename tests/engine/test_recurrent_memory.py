@@ -205,10 +205,21 @@ def test_states_are_counted_before_slots(monkeypatch):
     assert KVBudget(10, 10**6, 100, cpu, session_bytes=2 * 10**7).slots(None) == 4_000_000
     assert KVBudget(10, 10**6, 100, cpu, session_bytes=2 * 10**7, pass_bytes=10**8).slots(None) == 3_500_000
     assert KVBudget(4, 100, 0, cpu, session_bytes=2 * 10**7).slots(None) == 400, "a model without attention"
-    with pytest.raises(StartupError, match="expected --max-sessions of at most 25"):
-        KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7).slots(None)
-    with pytest.raises(StartupError, match="expected --max-sessions of at most 20"):
-        KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7, pass_bytes=10**8).slots(None)
+
+
+def test_as_many_sessions_are_served_as_states_fit(monkeypatch):
+    """The defaults refused a model of 0.8 billion parameters on a machine of 24 GiB."""
+    monkeypatch.setattr("dynatree.engine.kv.budget.free_memory", lambda device: 10**9)
+    cpu = torch.device("cpu")
+    for budget, sessions in (
+        (KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7), 25),
+        (KVBudget(30, 100, 1000, cpu, session_bytes=2 * 10**7, pass_bytes=10**8), 20),
+        (KVBudget(4, 100, 1000, cpu, session_bytes=2 * 10**7), 4),
+    ):
+        assert budget.fitting_sessions == sessions
+        assert budget.slots(None) == 100 * sessions
+    with pytest.raises(StartupError, match=r"one session .* take 0.6 GiB, .* 0.5 GiB of the free"):
+        KVBudget(30, 100, 1000, cpu, session_bytes=6 * 10**8).slots(None)
 
 
 @pytest.mark.parametrize("prefixes", [False, True])

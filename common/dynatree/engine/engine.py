@@ -32,6 +32,7 @@ class Engine:
         level_runner: Computes several levels of a draft's trees at once; None if each level is a forward pass.
         most_rows: Upper bound on the rows of one forward pass; more rows take several. None means no bound.
         source: Source of the layers that do not fit into memory; None if all layers fit.
+        most_sessions: Sessions whose recurrent layers fit into memory; None means no bound.
     """
 
     model: PreTrainedModel
@@ -45,6 +46,7 @@ class Engine:
     level_runner: LevelRunner | None = None
     most_rows: int | None = None
     source: LayerSource | None = None
+    most_sessions: int | None = None
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[Tensor]:

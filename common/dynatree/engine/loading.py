@@ -180,6 +180,7 @@ def _engine_of(
         defaults.eos_token_ids,
         batch_invariant=isinstance(runner, NativeRunner),
         source=offloaded.turns.source if offloaded else None,
+        most_sessions=budget.fitting_sessions,
     )
     if ranks and ranks.rank > 0:
         return engine

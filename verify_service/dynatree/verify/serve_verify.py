@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from dynatree.common.logs import announce_ready
 from dynatree.engine.engine import Engine
 from dynatree.engine.kv.prefix_cache import PrefixCache
@@ -19,6 +21,8 @@ from dynatree.verify.scheduler import Scheduler
 from dynatree.verify.service import SERVICE_NAME, VerifyService
 from dynatree.verify.settings import VerifyLimits, VerifySettings
 from dynatree.verify.verifier import Verifier
+
+log = logging.getLogger(__name__)
 
 
 def run(settings: VerifySettings) -> int:
@@ -52,14 +56,23 @@ async def start_verify(
         StartupError: The address or a file of the security settings cannot be used.
     """
     in_16_bits = engine.kv_cache.dtype.itemsize == 2
+    sessions = min(limits.sessions, engine.most_sessions or limits.sessions)
+    if sessions < limits.sessions:
+        log.warning(
+            "%s: %d sessions at once, and not %d, because its recurrent layers keep too much memory for more; "
+            "--prefix-cache off takes less",
+            engine.info.name,
+            sessions,
+            limits.sessions,
+        )
     cache = PrefixCache(
         engine.kv_cache,
         enabled=limits.prefix_cache,
         only_prompts=in_16_bits and not engine.batch_invariant,
-        most=limits.sessions if engine.kv_cache.shape.recurrent else None,
+        most=sessions if engine.kv_cache.shape.recurrent else None,
     )
     verifier = Verifier(engine, limits.max_tree_nodes, cache)
-    admission = Admission(limits.sessions, engine.kv_cache.size, limits.queue)
+    admission = Admission(sessions, engine.kv_cache.size, limits.queue)
     metrics = VerifyMetrics(operation.registry, admission)
     watch = FaultWatch(metrics.not_finite, lambda: thread.run(verifier.is_sound))
     scheduler = Scheduler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -46,14 +47,11 @@ class KVBudget:
         Raises:
             StartupError: The slots cannot hold one session of the whole context, or do not fit into the memory.
         """
-        free = free_memory(self.device)
-        if free is not None and self.copy_bytes:
-            free = max(free - self.copy_bytes, 0) // 2  # the copy has a KV cache as well
-        share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
+        share, sessions, free = self._share, self.fitting_sessions, self._free
         if free is not None and self.session_bytes:
-            free = self._beside_states(free, share)
+            free -= sessions * self.session_bytes + self.pass_bytes
         if asked is None:
-            most = self.sessions * self.session_slots
+            most = sessions * self.session_slots
             slots = most if free is None or not self.slot_bytes else min(most, int(share * free) // self.slot_bytes)
             if slots < self.session_slots:
                 raise StartupError(
@@ -74,21 +72,35 @@ class KVBudget:
             )
         return asked
 
-    def _beside_states(self, free: int, share: float) -> int:
-        """Return the bytes that the recurrent layers of all sessions leave of `free` bytes.
+    @cached_property
+    def fitting_sessions(self) -> int:
+        """Number of sessions, at most `sessions`, of which the recurrent layers may keep as much as they need.
 
         Raises:
-            StartupError: They take more than may be used.
+            StartupError: Not even one session's fits.
         """
-        needed = self.sessions * self.session_bytes + self.pass_bytes
-        if needed > share * free:
-            most = max(int(share * free) - self.pass_bytes, 0) // self.session_bytes
+        if self._free is None or not self.session_bytes:
+            return self.sessions
+        usable = int(self._share * self._free)
+        most = (usable - self.pass_bytes) // self.session_bytes
+        if most < 1:
             raise StartupError(
-                f"the recurrent layers of {self.sessions} sessions and of their cached prefixes take "
-                f"{_gib(needed)}, but only {_gib(int(share * free))} of the free {_gib(free)} may be "
-                f"used; expected {f'--max-sessions of at most {most}' if most else 'more memory'}"
+                f"the recurrent layers of one session and of its cached prefix take "
+                f"{_gib(self.session_bytes + self.pass_bytes)}, but only {_gib(usable)} of the free "
+                f"{_gib(self._free)} may be used; expected more memory, or --prefix-cache off"
             )
-        return free - needed
+        return min(self.sessions, most)
+
+    @cached_property
+    def _free(self) -> int | None:
+        """Free bytes of the device without those of a copy; None if unknown."""
+        free = free_memory(self.device)
+        # the copy has a KV cache as well
+        return free if free is None or not self.copy_bytes else max(free - self.copy_bytes, 0) // 2
+
+    @property
+    def _share(self) -> float:
+        return GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
 
 
 def free_memory(device: torch.device) -> int | None:
