@@ -1,6 +1,6 @@
 """Completions under 60 JSON schemas with every policy, greedy and seeded: each that ended is valid, none differs.
 
-    python -m tests.campaigns.grammars [--schemas N] [--target PATH [--draft PATH]] [--seed N]
+    python -m tests.campaigns.grammars [--schemas N] [--target PATH --draft PATH] [--seed N]
 
 The reference of a policy's tokens is plain decoding under the same schema. Without a target, the models are a random
 one, and a noisy copy of it as its draft.
