@@ -60,7 +60,7 @@ def compared(context: Context) -> Measured:
 
 
 def _margin(engine: Engine, tokens: Sequence[int], sampling: Sampling) -> float:
-    """How far what is chosen after these tokens is before the second."""
+    """Return the difference between the two best scores after these tokens."""
     [logits] = _forward(engine, tokens, 1)
     best = scores(logits[None], [len(tokens)], sampling)[0].float().topk(2).values
     return float(best[0] - best[1])

@@ -140,7 +140,7 @@ def scan_of(rule, size):
 
 
 class Passes:
-    """Sessions in passes side by side; each token of a session has numbers of its own."""
+    """The passes of several sessions, whose tokens all have different numbers."""
 
     def __init__(self, rule, size, sessions):
         shape = KVShape(layers=1, kv_heads=1, head_dim=2, indices=(0,), recurrent=RecurrentSize(8, 8))

@@ -161,8 +161,8 @@ def by_triton(
     in_log2 = scores.factor(dim) * math.log2(math.e)
     parts = (part_max, part_sum, part_out)
     of_query, of_key, of_value, of_cache = (each.stride()[:2] for each in (query, key, value, layer))
-    # Of pipelined blocks, two of float32 exceed a small GPU's shared memory. With fusion, one launch may fuse a product
-    # and a sum, and the other not.
+    # Two pipelined blocks of float32 exceed the shared memory of a small GPU. Fusion is off, because one of two
+    # launches may fuse a product and a sum, and the other may not.
     options = {"num_warps": _WARPS, "num_stages": 1 if sizes["wide"] else 2, "enable_fp_fusion": False}
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
         *(query, key, value, layer, plan.tiles, plan.rows, plan.slots),

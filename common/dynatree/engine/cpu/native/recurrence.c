@@ -17,7 +17,7 @@
 
 #include "kernels.h"
 
-#define LINES 4          /* most sums that are computed together, each over a line of its own */
+#define LINES 4          /* the most sums that are computed together */
 #define PARTS (8 / WIDE) /* vectors of the eight sums of a product */
 
 /* A thread's working memory. `all` is the number of kept and new tokens. */
