@@ -231,7 +231,6 @@ def test_draws_of_another_tokenizer_leave_it_too(name):
     [("dyspec", 2000), ("specinfer", 2000), *(pytest.param(name, 20_000, marks=pytest.mark.long) for name in TIGHT)],
 )
 def test_draws_under_a_grammar_follow_the_masked_distribution(name, draws, pair):
-    draws = min(draws, 6000) if pair is MASKED_OTHER else draws
     counts, accepted = drawn(pair, name, TIGHT[name], draws=draws, length=20)
     assert_the_targets(counts, pair.target.masked_fill(~pair.allowed, -math.inf))
     assert accepted > 0.2 * draws or name == "autoregressive", "nothing is shown where nothing is accepted"
