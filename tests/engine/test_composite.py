@@ -1,15 +1,19 @@
 """Tests that the language model of a composite checkpoint is served alone."""
 
+import logging
+import threading
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import get_verbosity
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
-from dynatree.engine.model.composite import KEY_MAPPING, text_config_of
+from dynatree.engine.model.composite import KEY_MAPPING, text_config_of, without_report
 from dynatree.engine.settings import ModelSettings
 from tests.support.door import saved
 from tests.support.families import tiny_config, tiny_model
@@ -65,6 +69,30 @@ def test_a_composite_model_is_its_language_model(folders, tmp_path, settings):
     assert whole.info.parameters == alone.info.parameters, "the vision model takes memory"
     assert type(whole.model).__name__ == "MistralForCausalLM"
     assert isinstance(whole.runner, NativeRunner) == CAN_COMPILE
+
+
+def test_loads_that_overlap_leave_the_reports_of_others_and_the_verbosity_alone(caplog):
+    logger = logging.getLogger("transformers.modeling_utils")
+    caplog.set_level(logging.WARNING, logger.name)
+    before, entered, left = get_verbosity(), threading.Event(), threading.Event()
+
+    def load():
+        with without_report():
+            entered.set()
+            left.wait(60)
+            logger.warning("Tiny LOAD REPORT of the second")
+
+    second = threading.Thread(target=load)
+    with without_report():
+        second.start()
+        assert entered.wait(60)
+        logger.warning("Tiny LOAD REPORT of the first")
+        logger.warning("something else")
+    logger.warning("Tiny LOAD REPORT of a third")
+    left.set()
+    second.join()
+    assert [record.getMessage() for record in caplog.records] == ["something else", "Tiny LOAD REPORT of a third"]
+    assert get_verbosity() == before
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,7 @@ def test_every_recurrent_family_says_so_in_its_configuration():
 def test_no_packages_are_advised_that_would_change_nothing(family, caplog, monkeypatch):
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     monkeypatch.setattr(logger, "filters", [])
+    caplog.set_level(logging.WARNING, logger.name)
     logging.Logger.warning_once.cache_clear()  # transformers says each line once
     model = tiny_model(tiny_config(family), 0)
     model(torch.ones(1, 4, dtype=torch.long))

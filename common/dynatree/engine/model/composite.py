@@ -6,15 +6,18 @@ The language model is served alone, as a model of its own family. The loader rea
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from dynatree.common.errors import StartupError
 
+# Whether the thread suppresses the report of a load.
+_WITHOUT_REPORT: ContextVar[bool] = ContextVar("_WITHOUT_REPORT", default=False)
 # Composite families that give a text the same logits as their language models alone. Others may not: PaliGemma shows
 # each token of a prompt the later ones.
 _WITH_ANY = frozenset({"idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm"})
@@ -72,10 +75,17 @@ def loader_of(config: PretrainedConfig) -> Any:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Suppress transformers' table of the tensors that the model has no place for, such as a vision model's."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    """Suppress transformers' table of the tensors that the model has no place for, such as a vision model's.
+
+    Other threads keep their reports, and transformers' verbosity, which all threads share, stays as it is.
+    """
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_wanted)
+    token = _WITHOUT_REPORT.set(True)
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        _WITHOUT_REPORT.reset(token)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not (_WITHOUT_REPORT.get() and "LOAD REPORT" in record.getMessage())
