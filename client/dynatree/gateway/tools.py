@@ -124,7 +124,8 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), After
 def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> str:
     """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template.
 
-    In Qwen3-Coder's, a call whose values could not be told from their texts is JSON, as in that of Hermes.
+    Qwen3-Coder's format writes a string and a number alike. Where a function's schema does not tell which is meant, the
+    call is JSON, as in Hermes's format.
     """
     key = "parameters" if tool_format == "llama3" else "arguments"
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

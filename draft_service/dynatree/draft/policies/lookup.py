@@ -19,7 +19,7 @@ from dynatree.draft.policies.suffix_index import SuffixIndex
 
 @dataclass(frozen=True)
 class NGramSettings:
-    """Lengths of matches (`shortest` to `longest`) and continuations, continuations per round, and a node budget."""
+    """Limits of n-grams: the lengths of a match and of a continuation, the continuations of a round, and the nodes."""
 
     longest: int = 4
     shortest: int = 2

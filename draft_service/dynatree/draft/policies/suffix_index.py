@@ -43,9 +43,9 @@ class Recalled(NamedTuple):
 class SuffixIndex:
     """The sequences of one principal's finished completions, and where their n-grams continue.
 
-    The prompt of a chat's next turn begins with the turns before it. So of each sequence only the part is kept that
-    follows the longest common beginning with an earlier sequence, in whole blocks, and one block before that part. A
-    sequence that is held already is not kept again.
+    The prompt of a chat's next turn repeats the turns before it. So a sequence that begins like an earlier one is kept
+    without that beginning, except for its last block; the beginning is counted in whole blocks. A sequence that is held
+    already is not kept again.
 
     One thread at a time may change an index, and any thread may recall from it.
 
