@@ -25,7 +25,7 @@ PAGES = [documents.read(page) for page in documents.pages()]
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FILE = re.compile(r"(?:(?:benchmarks|deploy|docs|tests)/|(?:docker-compose|constraints)[\w.]*$)")
+FILE = re.compile(r"(?:(?:benchmarks|deploy|docs|examples|tests)/|(?:docker-compose|constraints)[\w.]*$)")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OTHERS = {"--version", "--model"}  # options of `dynatree` itself and of lm_eval
 
