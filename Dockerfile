@@ -19,6 +19,10 @@ COPY . .
 RUN /opt/build/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir /built .
 
 FROM ${BASE_IMAGE} AS python
+LABEL org.opencontainers.image.title="DynaTree" \
+      org.opencontainers.image.description="Lossless tree speculative decoding for Hugging Face models" \
+      org.opencontainers.image.version="0.2.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
 ENV PATH=/opt/dynatree/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1

