@@ -61,6 +61,9 @@ check: $(READY)  ## Check style, format and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy
+	for system in darwin win32; do \
+		$(VENV)/bin/mypy --platform $$system --cache-dir .mypy_cache/$$system client/dynatree/client || exit 1; \
+	done
 	$(VENV)/bin/lint-imports --no-cache
 
 figures: $(READY)  ## Check every figure of README and docs against benchmarks/
