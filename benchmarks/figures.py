@@ -43,6 +43,7 @@ NAMES = {
     "dynatree": "policy `dynatree`",
 }
 LLAMA_CPP = "llama.cpp"
+QUANTISED = {"Q8_0": "int8", "Q4_K_M": "int4", "Q4_0": "int4"}  # llama.cpp's types, and our weights beside them
 
 
 @cache
@@ -181,6 +182,34 @@ def of(name: str, *overs: str, temperature: float = 0.0) -> str:
                 "outputs that part from plain": _parting(same),
             }
         )
+    return markdown(rows)
+
+
+def quantised() -> str:
+    """Weights in 8 and 4 bits on the texts of both: llama.cpp by its types beside rounded weights of the same width."""
+    rows = []
+    for kind, ours in QUANTISED.items():
+        for name, text in TEXTS.items():
+            file = f"llama-cpp-{name}-{kind}"
+            if file not in results():
+                continue
+            of_file = runs(file)
+            rates = cells(of_file, "rate")
+            plain = f"{LLAMA_CPP} {kind}"
+            best = max((each for each in rates if each.startswith(plain)), key=lambda each: rates[each].median)
+            rows.append(
+                {
+                    "weights": f"{ours}, {kind}",
+                    "text": text,
+                    "llama.cpp": figure(rates[plain], 1),
+                    "llama.cpp's best": f"{figure(rates[best], 1)}{best.removeprefix(plain)}",
+                    "plain decoding": figure(rates[PLAIN.label], 1),
+                    NAMES["throughput"]: figure(rates["throughput"], 1),
+                    "x llama.cpp's best": figure(rate(file, "throughput", best), interval=True),
+                    "parting from its plain": _parting(of_file[of_file["label"] == "throughput"]),
+                    "llama.cpp's, drafting": _parting(of_file[of_file["label"].str.startswith(f"{plain}, ")]),
+                }
+            )
     return markdown(rows)
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from figures import QUANTISED
 from llama_cpp import DRAFTED, TOOLS, UNQUANTISED, llama_servers, options_of
 
 from dynatree.bench.environment import environment
@@ -32,7 +33,6 @@ from dynatree.bench.record import load
 ROOT = Path(__file__).parent.parent
 CODE = ("common", "draft_service", "verify_service", "protos", "client/dynatree/client")  # what is measured
 BESIDE = ("book", "wikitext-2")  # texts on which llama.cpp runs
-QUANTISED = {"Q8_0": "int8", "Q4_K_M": "int4", "Q4_0": "int4"}  # our weights beside llama.cpp's types
 LARGE = ("wikitext-2", "book", "c4", "openwebtext", "spec-bench")
 GREEDY = ("--temperature", "0")
 TRANSFORMERS = ("--baseline", "all")
