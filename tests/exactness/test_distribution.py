@@ -9,6 +9,7 @@ noise, all policies give plain decoding's tokens (`test_sampled_equality.py`), s
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -120,11 +121,18 @@ class Counts:
     """Number of occurrences of each token after each pair: `[before last, last, next]`."""
 
     def __init__(self, vocabulary):
-        self.of = torch.zeros(vocabulary, vocabulary, vocabulary, dtype=torch.double)
+        self._vocabulary = vocabulary
+        self._triples = Counter()
 
     def add(self, chain):
-        for before, last, token in zip(chain, chain[1:], chain[2:], strict=False):
-            self.of[before, last, token] += 1
+        self._triples.update(zip(chain, chain[1:], chain[2:], strict=False))
+
+    @property
+    def of(self):
+        counts = torch.zeros(self._vocabulary, self._vocabulary, self._vocabulary, dtype=torch.double)
+        for triple, count in self._triples.items():
+            counts[triple] = count
+        return counts
 
 
 def assert_the_targets(counts, target):

@@ -1,6 +1,5 @@
 """Models and grammars that are tables, and chi-square tests of the tokens drawn from them."""
 
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -32,27 +31,33 @@ def _nothing(*arguments):
     pass
 
 
-@dataclass(frozen=True)
 class Following:
-    """Stands in for the state of a grammar: a row of the table, `[last token, next token]`, says what may follow."""
+    """Stands in for the state of a grammar: a row of the table, `[last token, next token]`, says what may follow.
 
-    table: Tensor
-    last: int
+    States are computed once, because a walk asks each of them for every token.
+    """
+
     error = None
 
+    def __init__(self, table, last, states=None):
+        self._table, self._states = table, {} if states is None else states
+        self._allowed = table[last].numpy()
+        self._allows = table[last].tolist()
+        tokens = [token for token, allowed in enumerate(self._allows) if allowed]
+        self.forced = tokens[0] if len(tokens) == 1 else None
+
     def allows(self, token):
-        return bool(self.table[self.last, token])
+        return self._allows[token]
 
     def allowed(self, vocab_size):
-        return self.table[self.last, :vocab_size].numpy()
-
-    @property
-    def forced(self):
-        tokens = self.table[self.last].nonzero()[:, 0].tolist()
-        return tokens[0] if len(tokens) == 1 else None
+        return self._allowed[:vocab_size]
 
     def after(self, token):
-        return replace(self, last=token) if self.allows(token) else None
+        if not self.allows(token):
+            return None
+        if token not in self._states:
+            self._states[token] = Following(self._table, token, self._states)
+        return self._states[token]
 
     def after_all(self, token_ids):
         state = self
