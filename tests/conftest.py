@@ -19,6 +19,8 @@ from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # run kernels on the CPU; read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for the hub; read when transformers is imported
+# transformers loads weights with four threads, which take longer than the reading of a small model's files
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 from dynatree import embedded
 from dynatree.bench import command as bench
