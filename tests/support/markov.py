@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 
 class Table:
