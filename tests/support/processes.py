@@ -52,7 +52,7 @@ def service(
         while healthcheck.failure(address, timeout=1.0) is not None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+            time.sleep(0.02)
         yield address, process, log
     finally:
         process.terminate()
@@ -61,10 +61,11 @@ def service(
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until the condition holds; fail after `seconds` seconds."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.001
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def is_running(process: int) -> bool:
