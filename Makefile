@@ -29,8 +29,9 @@ KERNELS := $(wildcard common/dynatree/engine/cpu/native/*.[ch])
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-long test-all sanitize check figures figures-write pictures docs bench bench-quick protos protos-check hashes sbom audit wheels clean
-# Three workers keep two cores busy, because tests wait; those that share services stay on one of them (tests/conftest.py).
-PYTEST := $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
+# Tests that share services stay on one worker (tests/conftest.py). Short tests often wait, so that it takes three to keep
+# two cores busy; long ones compute, or run processes that do.
+PYTEST := $(VENV)/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations 10
 
 # The documents whose figures come out of benchmarks/, by cog.
 FIGURES := README.md $(wildcard docs/*.md docs/*/*.md)
@@ -46,13 +47,13 @@ demo: $(DEMO)  ## Run both services on the shipped models, and one completion
 	@$(VENV)/bin/dynatree demo
 
 test: $(READY)  ## Run the tests that every commit must pass (minutes)
-	@$(PYTEST) -m 'not long'
+	@$(PYTEST) -n 3 -m 'not long'
 
 test-long: $(READY)  ## Run the others: every policy with every model family, real processes, npm, a browser
-	@$(PYTEST) -m long $$(grep -rl 'mark\.long' tests --include='test_*.py')
+	@$(PYTEST) -n 2 -m long $$(grep -rl 'mark\.long' tests --include='test_*.py')
 
 test-all: $(READY)  ## Run both
-	@$(PYTEST)
+	@$(PYTEST) -n 2
 
 sanitize: $(READY)  ## Run the kernels under AddressSanitizer and UBSan, on random shapes (a minute)
 	$(VENV)/bin/python -m tests.campaigns.sanitized_kernels
