@@ -176,6 +176,16 @@ def test_draws_are_the_drafts_at_its_temperature(settings, temperature):
     assert p_value(counts, (DRAFT.double() / temperature).softmax(-1)) > LEAST_P
 
 
+def test_a_draw_has_the_log_probability_of_its_token():
+    chain = Chain(CASES["dyspec, hot"], residual(0))
+    Drafter(EngineDraftModel(Table(DRAFT)), 64).grow(chain.drafting, chain.policy, 4, 64)
+    root = chain.drafting.root
+    probs = dict(zip(root.candidates.token_ids, root.candidates.probs, strict=True))
+    assert len(root.proposals) > 1
+    for draw in root.proposals:
+        assert draw.log_prob == pytest.approx(math.log(probs[draw.token]))
+
+
 def test_repeated_draws_are_one_node_and_travel_with_the_tree():
     tree = GrowingTree(TrieNode(9), [9], sampled=True, replacement=True)
     tree.node(ROOT).candidates = DraftDistribution((4, 5, 6), (0.5, 0.25, 0.25))

@@ -344,19 +344,19 @@ def _draw(
     """
     size = min(drawing.candidates, logits.shape[-1])
     best = warped(logits, sampling).topk(size, dim=-1)
+    every = best.values.softmax(-1).cpu().numpy()  # NumPy takes less than torch for a row of few numbers
     rows: list[tuple[DraftDistribution | None, tuple[Proposal, ...]]] = []
-    for noise_of_row, values, ids in zip(noise_of, best.values, best.indices.tolist(), strict=True):
-        probs = values.softmax(-1)
-        count = int((probs > 0).sum())  # 0 if the row is NaN
+    for noise_of_row, probs, ids in zip(noise_of, every, best.indices.tolist(), strict=True):
+        count = int(np.count_nonzero(probs > 0))  # 0 if the row is NaN
         if not count:
             rows.append((None, ()))
             continue
-        log_probs = probs[:count].log().cpu()
+        log_probs = np.log(probs[:count])
         each = breadth if drawing.replacement else 1
-        perturbed = log_probs + noise_of_row(each * count).view(each, count)
-        places = perturbed.argmax(-1) if drawing.replacement else perturbed[0].argsort(descending=True)[:breadth]
-        order = places.tolist()
+        perturbed = log_probs + noise_of_row(each * count).numpy().reshape(each, count)
+        places = perturbed.argmax(-1) if drawing.replacement else np.argsort(-perturbed[0])[:breadth]
+        chances = log_probs.clip(LEAST_LOG_PROB, 0.0).tolist()
         distribution = DraftDistribution(tuple(ids[:count]), tuple(probs[:count].tolist()))
-        draws = tuple(Proposal(ids[place], max(min(log_probs[place].item(), 0.0), LEAST_LOG_PROB)) for place in order)
+        draws = tuple(Proposal(ids[place], chances[place]) for place in places.tolist())
         rows.append((distribution, draws))
     return rows
