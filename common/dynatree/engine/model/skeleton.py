@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
 
 from dynatree.engine.adapters.registry import adapt, prepare
 from dynatree.engine.forward.attention import NAME
@@ -21,7 +22,7 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     The configuration stays as it is; transformers would write the dtype into it.
     """
     prepare(config.model_type)
-    with _parameters_on_meta():
+    with _parameters_on_meta(), guard_torch_init_functions():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), dtype=dtype, attn_implementation=NAME, trust_remote_code=False
         )
@@ -41,7 +42,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None:
             empty: Tensor = parameter.to("meta")
             parameter = nn.Parameter(empty, requires_grad=False)
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no weights for it
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # no weights are drawn for it
         original(module, name, parameter)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
