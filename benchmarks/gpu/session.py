@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import interpreted
 import sanitized
 from keeping import (
     FAILED,
@@ -138,6 +139,7 @@ def work(part: int, store: Store, budget: Budget, since: float, models_folder: P
             print("There is no GPU. DYNATREE_TINY=1 runs tiny shapes on a CPU.")
             return 1
         torch.set_num_threads(1)
+        interpreted.patch_once()
     from pair import FULL, TINY, Models
 
     sizes, device = TINY if store.tiny else FULL, "cuda" if on_gpu else "cpu"

@@ -11,19 +11,17 @@ from transformers import (
     BloomForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
 )
 
-from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine import loading, timing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.timing import measure_forwards
-from tests.support.model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model
+from tests.support.model_zoo import ARCHITECTURES, VOCAB_SIZE, save_random_model, save_tokenizer
 
 SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
@@ -31,7 +29,7 @@ ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_s
 
 def save(model, folder):
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    save_tokenizer(folder)
     return str(folder)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.adapters.registry import RECURRENT
 from dynatree.engine.cpu.native_runner import NativeRunner
@@ -21,6 +20,7 @@ from tests.cli.test_reference import rows_of
 from tests.support.door import saved
 from tests.support.families import tiny_config, tiny_model
 from tests.support.kernel_builds import CAN_COMPILE
+from tests.support.model_zoo import save_tokenizer
 
 CONTEXT = 4096
 WINDOW = 512  # window of layers that do not see the whole context
@@ -123,7 +123,7 @@ def save(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**TINY | changes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel
 
-from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.engine import Engine
@@ -17,6 +16,7 @@ from dynatree.engine.forward.segment import Segment
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.composite import loader_of
 from dynatree.engine.settings import ModelSettings
+from tests.support.model_zoo import save_tokenizer
 
 PROMPT, NEIGHBOUR, NEW = 150, 200, 6
 # The two best tokens are a near-tie if their logits differ by less than this many roundings of the largest logit.
@@ -43,7 +43,7 @@ class Served:
 def saved(model: PreTrainedModel, folder: Path) -> Path:
     """Save the model as a checkpoint with the embedded pair's tokenizer."""
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 

@@ -11,6 +11,8 @@ import shutil
 import pytest
 import torch
 
+from tests.support.benchmark_modules import GPU, module
+
 CAN_COMPILE = (
     (platform.system(), platform.machine()) == ("Linux", "x86_64")
     and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -20,6 +22,10 @@ compiled = pytest.mark.skipif(not CAN_COMPILE, reason="this machine has no C com
 
 
 def needs_triton() -> None:
-    """Skip a test module on machines without builds of Triton; on others, tests fail if Triton is missing."""
+    """Skip a test module on machines without builds of Triton; on others, tests fail if Triton is missing.
+
+    Its interpreter runs the kernels, faster than it would by itself.
+    """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pytest.skip("Triton has no builds for this machine", allow_module_level=True)
+    module("interpreted", GPU).patch_once()

@@ -99,9 +99,18 @@ def save_random_model(folder: Path, architecture: str, seed: int, **changes: obj
         torch.manual_seed(seed)
         config.initializer_range = 0.06
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+        save_tokenizer(folder)
 
     return _saved(folder, repr((architecture, seed, sorted(changes.items()))), save)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save the embedded pair's tokenizer beside a model."""
+
+    def save(folder: Path) -> None:
+        PreTrainedTokenizerFast.from_pretrained(embedded.target_path()).save_pretrained(folder)
+
+    _saved(folder, "tokenizer", save)
 
 
 def save_noisy_copy(folder: Path, model: Path, seed: int, noise: float = 0.1) -> Path:
