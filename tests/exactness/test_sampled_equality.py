@@ -92,11 +92,16 @@ def _steady_times():
         yield
 
 
-NAMES = ("gpt_neox", "llama", "gpt2", "gpt_neox, hostile")
-PAIRS = [("gpt_neox", CASES_OF_MAKE_TEST), *(pytest.param((name, CASES), marks=pytest.mark.long) for name in NAMES)]
+FIRST = pytest.param(("gpt_neox", CASES_OF_MAKE_TEST), id="gpt_neox, few cases")
+OTHERS = [
+    pytest.param((name, CASES), id=name, marks=pytest.mark.long) for name in ("llama", "gpt2", "gpt_neox, hostile")
+]
+# The first pair with all of its cases; a test that reads the first six at most would only repeat itself.
+WHOLE = pytest.param(("gpt_neox", CASES), id="gpt_neox", marks=pytest.mark.long)
+of_all_cases = pytest.mark.parametrize("pair", [FIRST, WHOLE, *OTHERS], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=["gpt_neox, few cases", *NAMES])
+@pytest.fixture(scope="module", params=[FIRST, *OTHERS])
 def pair(request, tmp_path_factory):
     """A draft whose guesses are often right, or one with other random weights."""
     folder = tmp_path_factory.mktemp("s")
@@ -118,6 +123,7 @@ def plain(pair):
     return [pair.completion(prompt, PLAIN, **options).token_ids for prompt, options in pair.cases]
 
 
+@of_all_cases
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_gives_the_tokens_of_plain_decoding(pair, plain, policy):
     drafted = accepted = 0
@@ -140,6 +146,7 @@ def test_noise_of_the_drafts_own_changes_no_token(pair, plain, policy):
     assert (accepted > 0) == (policy != PLAIN)
 
 
+@of_all_cases
 def test_shared_noise_is_worth_a_good_deal(pair):
     """Where the models agree, shared noise lets the draft guess the sample; independent noise gives only chance."""
     shared, own = (
