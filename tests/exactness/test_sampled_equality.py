@@ -123,8 +123,8 @@ def plain(pair):
     return [pair.completion(prompt, PLAIN, **options).token_ids for prompt, options in pair.cases]
 
 
-@of_all_cases
 @pytest.mark.parametrize("policy", policy_names())
+@of_all_cases
 def test_every_policy_gives_the_tokens_of_plain_decoding(pair, plain, policy):
     drafted = accepted = 0
     for (prompt, options), expected in zip(pair.cases, plain, strict=True):
