@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ def random_generator(
     differ in any argument are independent. `node` is a 64-bit number, as from `node_of`.
     """
     counter = np.array((0, position, stream, round_), dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(_Key(seed, node), counter=counter))
+    key: Any = _Key(seed, node)  # NumPy's annotations name one of its classes only
+    return np.random.Generator(np.random.Philox(key, counter=counter))
 
 
 class _Key(ISeedSequence):
@@ -56,7 +58,7 @@ class _Key(ISeedSequence):
     def __init__(self, *words: int) -> None:
         self._words = words
 
-    def generate_state(self, n_words: int, dtype: object = np.uint64) -> NDArray[np.uint64]:  # type: ignore[override]
+    def generate_state(self, n_words: int, dtype: object = np.uint64) -> NDArray[np.uint64]:
         return np.array(self._words, dtype=np.uint64)
 
 
