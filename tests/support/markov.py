@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,15 @@ class Table:
         pass
 
 
+class DecidingTable(Table):
+    """Stands in for an engine whose device decides, where it leaves all choices to the host."""
+
+    decider = object()
+
+    def decide(self, segments, choosings):
+        return self.forward(segments), [None] * len(segments)
+
+
 def _nothing(*arguments):
     pass
 
@@ -43,8 +53,9 @@ class Following:
     def allows(self, token):
         return bool(self.table[self.last, token])
 
-    def allowed(self, vocab_size):
-        return self.table[self.last, :vocab_size].numpy()
+    @property
+    def bits(self):
+        return np.packbits(self.table[self.last].numpy(), bitorder="little").tobytes()
 
     @property
     def forced(self):

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
 from dynatree.common.errors import GrammarError
 
@@ -87,11 +86,6 @@ class GrammarState:
         # where a text that must follow has no tokens, the mask would be that of another text
         spelt = not self._missing or self._missing.isdisjoint(self._matcher.compute_ff_bytes())
         return (bits, "") if spelt and any(bits) else (b"", NO_TOKEN)
-
-    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Whether each token may follow, `[vocab_size]`; tokens behind the tokenizer's may not."""
-        bits = np.frombuffer(self.bits or b"\0", dtype=np.uint8)  # NumPy does not extend an empty array by zeros
-        return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
     @cached_property
     def forced(self) -> int | None:
