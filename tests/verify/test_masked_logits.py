@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from dynatree import embedded
 from dynatree.common.decoding import Decoding
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
+from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.grammar.masking import masked, packed
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.sampling.choosing import choose
 from dynatree.verify.accept import Verdict
@@ -231,6 +236,24 @@ def test_nodes_behind_the_end_of_a_completion_may_fail(residual, options, engine
     ((verdict,), _) = Verifier(engine(TURNS), 8).run([part_of(Failing(1), residual, **options)])
     assert verdict.token_ids == (1,)
     assert verdict.finish_reason is not None
+
+
+@pytest.mark.parametrize("engine", [Table, DecidingTable])
+def test_a_mask_is_computed_once_for_a_node_and_its_commit(engine, monkeypatch):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    state = compiler.state(Grammar(GrammarKind.REGEX, "x{40}y"))
+    computed, compute = [], GrammarState._computed
+    monkeypatch.setattr(GrammarState, "_computed", lambda each: computed.append(each) or compute(each))
+    [x] = tokenizer.encode("x", add_special_tokens=False)
+    logits = torch.zeros(len(tokenizer), len(tokenizer))
+    logits[:, x] = 1.0
+    request = SessionRequest((x,), 40, frozenset(), Decoding(), grammar=state)
+    session = VerifySession(KVRange(0, 90), request, [x])
+    verifier, tree = Verifier(engine(logits), 8), TokenTree((x,) * 6, tuple(range(-1, 5)))
+    for each in range(1, 4):
+        assert verdicts_of(verifier.run([Part(session, tree)])[0])[0].token_ids == (x,) * 7
+        assert len(computed) == 7 * each - 1  # the compiler knows the mask before the first token
 
 
 def test_a_session_whose_grammar_cannot_follow_its_commit_is_not_unmasked():

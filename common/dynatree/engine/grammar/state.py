@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterable
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher
@@ -31,6 +32,9 @@ class GrammarState:
     the grammar allows only one text, it allows only the first token that the tokenizer gives for that text. A state
     that cannot be followed further allows no token. It is an `error` only of the completion that has its tokens.
 
+    While the state after a token is in use, `after` returns the same one again, so that its mask is computed once: for
+    a tree's node, for the commit of the node, and for other completions that begin with the same tokens.
+
     Args:
         matcher: The grammar after the tokens.
         missing: Bytes that the vocabulary has no token for.
@@ -42,15 +46,19 @@ class GrammarState:
         self._lock = threading.Lock()  # a matcher that two threads use at once raises an error
         self._bits: bytes | None = None
         self._reason = ""
+        self._following: WeakValueDictionary[int, GrammarState] = WeakValueDictionary()
 
     def after(self, token: int) -> GrammarState | None:
         """Return the state after one more token; None if this state does not allow the token."""
         if not self.allows(token):
             return None
         with self._lock:
-            following = self._matcher.deep_copy()
-        following.consume_token(token)  # if this fails, the matcher keeps its error
-        return GrammarState(following, self._missing)
+            following = self._following.get(token)
+            if following is None:
+                matcher = self._matcher.deep_copy()
+                matcher.consume_token(token)  # if this fails, the matcher keeps its error
+                following = self._following[token] = GrammarState(matcher, self._missing)
+            return following
 
     def after_all(self, token_ids: Iterable[int]) -> GrammarState | None:
         """Return the state after more tokens; None if one of them is not allowed."""
