@@ -151,8 +151,11 @@ def _finite(number: str) -> float:
 
 def _reason(error: str) -> str:
     """The kind of a refusal: its first line, without what is particular to one schema."""
-    error = error.removeprefix("the grammar is refused: ").splitlines()[0]
-    for pattern, kind in ((r"Resource '.*", "a reference to another document"), (r"Anchor '.*", "an anchor")):
+    error = error.removeprefix("the JSON schema is refused: ").splitlines()[0]
+    for pattern, kind in (
+        (r"[$]ref: '.*' is in another document.*", "a reference to another document"),
+        (r"Anchor '.*", "an anchor"),
+    ):
         error = re.sub(pattern, kind, error)
     return re.sub(r"(/.*/ and /.*/|range: .*|got .*|: -?\d+$|number \S+,)", "...", error)[:90]
 

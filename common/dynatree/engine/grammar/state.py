@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable
 from functools import cached_property
@@ -12,16 +11,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from dynatree.common.errors import GrammarError
+from dynatree.engine.grammar.reasons import reason_of
 
-# Words of llguidance that name an option which requests do not have, or no keyword, and those that replace them
-_WORDS = (
-    (
-        re.compile(r"oneOf constraints are not supported\..*"),
-        "oneOf with alternatives that may overlap is not supported",
-    ),
-    (re.compile(r"(?=(integer interval|range) [\[(])"), "minimum and maximum: "),
-)
-LONGEST_REASON = 500  # characters
 NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
 
@@ -104,11 +95,3 @@ class GrammarState:
             return None
         byte = int(bits[places[0]])
         return None if byte & (byte - 1) else 8 * int(places[0]) + byte.bit_length() - 1
-
-
-def reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    reason = matcher.get_error()
-    for theirs, ours in _WORDS:
-        reason = theirs.sub(ours, reason, count=1)
-    return reason.split("\n<state>")[0].strip()[:LONGEST_REASON]
