@@ -30,6 +30,7 @@ from dynatree.common.tree import ROOT, TokenTree
 from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.verify.masked_logits import MaskedLogits
+from dynatree.verify.node_states import NodeStates
 
 START_SECONDS = 600.0
 PLAIN = "autoregressive"
@@ -110,7 +111,7 @@ def mask_seconds(compiler: GrammarCompiler, schema: dict[str, Any], token_ids: l
     tree = TokenTree(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)))
     logits = torch.zeros(1 + len(token_ids), vocab_size, dtype=torch.bfloat16)
     began = time.perf_counter()
-    masked = MaskedLogits(logits, tree, state)
+    masked = MaskedLogits(logits, NodeStates(tree, state))
     for node in range(ROOT, len(token_ids) - 1):
         masked.after(node)
     return time.perf_counter() - began

@@ -32,6 +32,7 @@ from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.model.vocabulary import special_ids, token_bytes
+from tests.support.allowed import allowed_tokens
 
 SDIST = "jsonschema==4.26.0"
 DRAFTS = {
@@ -115,7 +116,7 @@ class Suite:
         """Check the text of random tokens, if they end."""
         data = b""
         for _ in range(WALK):
-            following = state.allowed(len(self._bytes)).nonzero()[0].tolist()
+            following = allowed_tokens(state, len(self._bytes))
             if self._end in following and (len(following) == 1 or choose.random() < 0.3):
                 break
             token = choose.choice([each for each in following if each != self._end])
@@ -150,8 +151,11 @@ def _finite(number: str) -> float:
 
 def _reason(error: str) -> str:
     """The kind of a refusal: its first line, without what is particular to one schema."""
-    error = error.removeprefix("the grammar is refused: ").splitlines()[0]
-    for pattern, kind in ((r"Resource '.*", "a reference to another document"), (r"Anchor '.*", "an anchor")):
+    error = error.removeprefix("the JSON schema is refused: ").splitlines()[0]
+    for pattern, kind in (
+        (r"[$]ref: '.*' is in another document.*", "a reference to another document"),
+        (r"Anchor '.*", "an anchor"),
+    ):
         error = re.sub(pattern, kind, error)
     return re.sub(r"(/.*/ and /.*/|range: .*|got .*|: -?\d+$|number \S+,)", "...", error)[:90]
 

@@ -54,8 +54,17 @@ def test_a_model_without_attention_says_what_it_keeps_and_who_bounds_its_context
     assert main(["check", "--target-model", model]) == 0
     line, log = capsys.readouterr()
     assert "0 kB of keys and values a token, 7 MB of states and records a session, a context of 131072" in line
-    assert line.endswith("tokens, which --max-context sets, as the model bounds none\n")
+    assert line.endswith("tokens. The model itself bounds no context; --max-context sets another bound\n")
     assert log == ""
+
+
+def test_states_of_less_than_a_megabyte_are_not_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(saved(tiny_model(tiny_config("lfm2"), 0), tmp_path))
+    capsys.readouterr()
+    assert main(["check", "--target-model", model]) == 0
+    assert re.search(
+        r", [1-9][0-9.]* kB of states and records a session, a context of \d+ tokens\n$", capsys.readouterr().out
+    )
 
 
 def test_a_refusal_is_one_line_or_json(gguf: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,6 +207,26 @@ def test_a_template_without_functions_gets_them_as_text(loaded: Any) -> None:
     assert 'Well.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><' in decoded(loaded, [spoken], tools)
 
 
+@pytest.mark.parametrize("arguments", ["not JSON", [1], None])
+def test_arguments_that_a_template_needs_as_an_object_are_named(loaded: Any, arguments: Any) -> None:
+    def with_arguments(value: Any) -> list[Message]:
+        both: tuple[Any, ...] = ({}, value)
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": each}} for each in both]
+        return [Message("user", "a"), Message("assistant", "", "", json.dumps(calls)), Message("user", "b")]
+
+    loaded.chat_template = HERMES
+    assert decoded(loaded, with_arguments(arguments), "")
+    loaded.chat_template = QWEN3_CODER
+    assert decoded(loaded, with_arguments({}), "")
+    with pytest.raises(
+        InvalidArgumentError, match=r"^messages\.1\.tool_calls\.1\.function\.arguments: expected a JSON"
+    ):
+        decoded(loaded, with_arguments(arguments), "")
+    loaded.chat_template = QWEN3_CODER + "{{ raise_exception('one turn only') }}"
+    with pytest.raises(InvalidArgumentError, match="refuses the messages: one turn only"):
+        decoded(loaded, with_arguments({}), "")
+
+
 def test_special_tokens_in_functions_calls_and_results_are_text(tokenizer: Any) -> None:
     """A description, an argument or a result cannot end its turn or speak for another role."""
     encoder = PromptEncoder(tokenizer)

@@ -25,6 +25,7 @@ from dynatree.common.limits import MAX_GRAMMAR_BYTES, MAX_GRAMMARS
 from dynatree.draft.text.detokenizer import Detokenizer
 from dynatree.engine.grammar.compiler import GrammarCompiler, _KnownTokens
 from dynatree.engine.grammar.state import GrammarState
+from tests.support.allowed import allowed_tokens
 from tests.support.costly_grammars import COSTLY, an_object, regex, schema
 from tests.support.tokenizer_zoo import TEXTS, TOKENIZERS
 
@@ -90,7 +91,7 @@ def usable(state):
 
 
 def allowed(state, size=2048):
-    return usable(state).allowed(size).nonzero()[0].tolist()
+    return allowed_tokens(usable(state), size)
 
 
 def walked(state, end, choose, most=300):
@@ -310,6 +311,52 @@ def test_what_would_be_answered_wrongly_is_refused_by_name(refused, words):
         compiler("embedded").state(schema(refused))
 
 
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (regex("(a"), "the regular expression is refused: the pattern (a: unclosed group"),
+        (
+            regex("(?=a)b"),
+            "the regular expression is refused: the pattern (?=a)b: look-around, including look-ahead and look-behind, "
+            "is not supported",
+        ),
+        (
+            regex(r"a\b"),
+            r"the regular expression is refused: look-around and word boundaries are not supported: /a\b/",
+        ),
+        (Grammar(GrammarKind.LARK, "start: other"), 'the grammar is refused: line 1, column 8: unknown name: "other"'),
+        (
+            Grammar(GrammarKind.LARK, "start: X\nX: /(/"),
+            "the grammar is refused: line 2, column 4: the pattern (: unclosed group",
+        ),
+        (Grammar(GrammarKind.LARK, 'begin: "a"'), "the grammar is refused: no rule is named start"),
+        (schema({"if": {}, "then": {}}), 'the JSON schema is refused: these keywords are not supported: "if", "then"'),
+        (
+            schema({"properties": {"a": {"type": "string", "pattern": "(?!a)"}}}),
+            "the JSON schema is refused: the pattern (?!a): look-around, including look-ahead and look-behind, is not "
+            "supported",
+        ),
+        (schema({"$ref": "#/none"}), "the JSON schema is refused: $ref: '/none' is not in the schema"),
+        (
+            schema({"$ref": "https://a.org/b"}),
+            "the JSON schema is refused: $ref: 'https://a.org/b' is in another document, which is not read",
+        ),
+        (
+            schema({"type": "integer", "minimum": 5, "maximum": 4}),
+            "the JSON schema is refused: no value follows the schema: minimum (5) is greater than maximum (4)",
+        ),
+        (
+            schema({"type": "number", "minimum": "a"}),
+            """the JSON schema is refused: expected a number for 'minimum', got "a\"""",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_in_the_requests_own_terms(refused, words):
+    with pytest.raises(InvalidArgumentError) as raised:
+        compiler("embedded").state(refused)
+    assert str(raised.value) == words
+
+
 def lark(*schemas):
     names = [f"s{place}" for place in range(len(schemas))]
     rules = (f"{name}: %json {json.dumps(each, indent=1)}" for name, each in zip(names, schemas, strict=True))
@@ -478,7 +525,8 @@ def timed(work):
 
 
 REASONS = (
-    "the grammar is refused: |the JSON schema is not valid: |the grammar cannot be followed further: |no token of "
+    "the (grammar|JSON schema|regular expression) is refused: |the JSON schema is not valid: "
+    "|the grammar cannot be followed further: |no token of "
 )
 
 
@@ -508,7 +556,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_argument():
         state = state.after(token)
     with pytest.raises(InvalidArgumentError, match="cannot be followed further"):
         raise state.error
-    assert not state.allowed(2048).any()
+    assert not allowed_tokens(state, 2048)
     assert state.forced is state.after(token) is None
 
 

@@ -221,6 +221,25 @@ def test_without_a_draft_model_forced_tokens_are_drafted(pair, tmp_path):
         assert completion.stats.draft_n_accepted >= 10  # the keys and brackets around one boolean
 
 
+def test_trees_change_no_token_where_the_device_decides(pair, tmp_path):
+    """There all rows of a tree are masked at once, before one choice after all of them."""
+    _, target, _ = pair
+    draft = save_noisy_copy(tmp_path / "draft", target, 2, noise=0.03)
+    with (
+        running_services(tmp_path, target, draft, dtype="float32", fixed_rows=(32,)) as services,
+        Client(services.draft_address) as client,
+    ):
+        assert services.target.decider is not None
+        accepted = 0
+        for case in cases(8):
+            plain = client.generate(**case, max_new_tokens=TOKENS, policy=PLAIN)
+            tree = client.generate(**case, max_new_tokens=TOKENS, policy="dynatree")
+            assert tree.token_ids == plain.token_ids, case
+            assert tree.finish_reason == "length" or is_valid(tree, case)
+            accepted += tree.stats.draft_n_accepted
+        assert accepted > 0
+
+
 def test_a_forced_run_takes_no_draft_forward(pair, monkeypatch):
     client, _, services = pair
     forwards, forward = [], services.draft.forward

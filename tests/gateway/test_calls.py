@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from dynatree.engine.grammar.compiler import GrammarCompiler
 from dynatree.engine.model.vocabulary import token_bytes
 from dynatree.gateway.requests import ChatRequest
 from dynatree.gateway.tools import CALL_BEGIN, CALL_END, MAX_CALLS, CallReader, Tool, call_grammar
+from tests.support.allowed import allowed_tokens
 
 NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g-h_1")}
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
@@ -309,8 +309,8 @@ def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, sev
     for _ in range(12):
         state, data = start, b""
         while not state.allows(tokenizer.eos_token_id) or (several and random.random() < 0.5):
-            allowed = np.flatnonzero(state.allowed(len(vocabulary)))
-            token = random.choice([id_ for id_ in allowed.tolist() if id_ != tokenizer.eos_token_id] or [-1])
+            allowed = allowed_tokens(state, len(vocabulary))
+            token = random.choice([id_ for id_ in allowed if id_ != tokenizer.eos_token_id] or [-1])
             if token < 0:
                 break
             state, data = (

@@ -169,23 +169,30 @@ def test_prompts_are_counted_as_they_are_completed(chatty: Chatty) -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "words"),
+    ("route", "body", "param", "words"),
     [
-        ("tokenize", {}, "either prompt or messages"),
-        ("tokenize", {"prompt": "a", "messages": CHAT}, "either prompt or messages"),
-        ("tokenize", {"prompt": ["a"]}, "prompt"),
-        ("tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "for messages"),
-        ("tokenize", {"prompt": "a" * 2**20}, "context"),
-        ("tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ("detokenize", {"tokens": [2**31]}, "vocabulary"),
-        ("detokenize", {"tokens": [1] * 1000}, "at most 160"),
-        ("detokenize", {"tokens": "a"}, "tokens"),
-        ("detokenize", {}, "tokens"),
+        ("tokenize", {}, "prompt", "either prompt or messages"),
+        ("tokenize", {"prompt": "a", "messages": CHAT}, "messages", "either prompt or messages"),
+        ("tokenize", {"prompt": ["a"]}, "prompt", "prompt"),
+        (
+            "tokenize",
+            {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+            "for messages",
+        ),
+        ("tokenize", {"prompt": "a" * 2**20}, None, "context"),
+        ("tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "messages.0.content"),
+        ("detokenize", {"tokens": [2**31]}, None, "vocabulary"),
+        ("detokenize", {"tokens": [1] * 1000}, None, "at most 160"),
+        ("detokenize", {"tokens": "a"}, "tokens", "tokens"),
+        ("detokenize", {}, "tokens", "tokens"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(chatty: Chatty, route: str, body: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_counted_is_refused(
+    chatty: Chatty, route: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
     answer = requests.post(f"{chatty.url}/{route}", json=body, timeout=60)
-    assert answer.status_code == 400
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert words in answer.json()["error"]["message"]
 
 

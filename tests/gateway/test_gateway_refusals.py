@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import openai
 import pytest
 import requests
 
+from dynatree.client import InvalidRequestError
+from dynatree.gateway.errors import ApiError
 from tests.support.gateways import Gateway
 from tests.support.gateways import client_fixture as client_fixture
 from tests.support.gateways import gateway_fixture as gateway_fixture
@@ -29,12 +32,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no prompt": ({}, "prompt", "required"),
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
     "a prompt of both": ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
-    "no tokens": ({"prompt": "a", "max_tokens": 0}, "", "without echo"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, "max_tokens", "without echo"),
     "a temperature above the limit": ({"prompt": "a", "temperature": 500}, "temperature", "or equal to 100"),
     "a seed of more than 64 bits": ({"prompt": "a", "seed": 2**64}, "seed", "less than"),
-    "best of more": ({"prompt": "a", "best_of": 3}, "", "best_of differs from n"),
+    "best of more": ({"prompt": "a", "best_of": 3}, "best_of", "best_of differs from n"),
     "a token outside the vocabulary": ({"prompt": [99999]}, "", "vocabulary"),
-    "two constraints": ({"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "", "several fields limit"),
+    "two constraints": (
+        {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
+        "guided_choice",
+        "several fields limit",
+    ),
     "an unknown policy": ({"prompt": "a", "policy": "magic"}, "", "magic"),
 }
 
@@ -158,6 +165,14 @@ def test_what_would_change_a_chats_answer_is_refused_by_its_full_name(gateway: G
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert error["message"].startswith(param)
     assert words in error["message"]
+
+
+def test_a_field_that_the_service_names_in_a_message_is_the_errors_field() -> None:
+    words = "messages.1.tool_calls.0.function.arguments: expected a JSON object, without which the chat template fails"
+    for details, param in ((words, words.partition(":")[0]), ("the chat template refuses the messages: a: b", None)):
+        error = ApiError.of(InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, details))
+        assert (error.status, error.param) == (400, param)
+        assert details in error.message
 
 
 def test_a_model_that_is_not_served_is_not_found(client: openai.OpenAI, model: str) -> None:

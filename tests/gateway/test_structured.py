@@ -381,7 +381,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a keyword": ({"guided_json": {"type": "object", "not": {}}}, "guided_json", "not"),
     "another keyword": ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
     "a condition": ({"guided_json": {"type": "object", "if": {}, "then": {}}}, "guided_json", "if"),
-    "another document": ({"guided_json": {"$ref": "https://example.org/a.json"}}, "guided_json", "example.org"),
+    "another document": (
+        {"guided_json": {"$ref": "https://example.org/a.json"}},
+        "guided_json",
+        "guided_json: the JSON schema is refused: $ref: 'https://example.org/a.json' is in another document",
+    ),
     "a schema that is no schema": ({"guided_json": {"type": "thing"}}, "guided_json", "thing"),
     "a schema that is no JSON": ({"guided_json": "{"}, "guided_json", "JSON schema"),
     "a grammar": ({"guided_grammar": "start: other"}, "guided_grammar", "other"),
@@ -397,8 +401,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "structured_outputs.json",
         "oneOf with alternatives that may overlap is not supported",
     ),
-    "several constraints": ({**CONSTRAINT, "response_format": {"type": "json_object"}}, None, "several fields limit"),
-    "several in one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None, "several fields limit"),
+    "several constraints": (
+        {**CONSTRAINT, "response_format": {"type": "json_object"}},
+        "guided_regex",
+        "several fields limit",
+    ),
+    "several in one": (
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "several fields limit",
+    ),
     "no choice": ({"guided_choice": []}, "guided_choice", "at least 1"),
     "a choice that is no text": ({"guided_choice": [1]}, "guided_choice.0", "valid string"),
     "an unknown field": (
@@ -406,10 +418,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "structured_outputs.structural_tag",
         "supported",
     ),
-    "no end": ({**CONSTRAINT, "ignore_eos": True}, None, "ignore_eos"),
-    "no end of a call": ({**FORCED, "ignore_eos": True}, None, "ignore_eos"),
-    "a call of nothing": ({"tool_choice": "required"}, None, "tools does not have"),
-    "a call of another": ({"tools": TOOLS, "tool_choice": NAMED}, None, "tools does not have"),
+    "no end": ({**CONSTRAINT, "ignore_eos": True}, "ignore_eos", "that guided_regex limits"),
+    "no end of a call": ({**FORCED, "ignore_eos": True}, "ignore_eos", "that tools limits"),
+    "a call of nothing": ({"tool_choice": "required"}, "tool_choice", "tools does not have"),
+    "a call of another": ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice", "tools does not have"),
     "a choice of calls": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "supported"),
     "a choice among some": (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
@@ -417,7 +429,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "supported",
     ),
     "functions of a completion's kind": ({"functions": [{"name": "f"}]}, "functions", "supported"),
-    "a call and a constraint": ({**FORCED, **CONSTRAINT}, None, "expected one of them"),
+    "a call and a constraint": (
+        {**FORCED, **CONSTRAINT},
+        "tool_choice",
+        "guided_regex limits the answer; expected one of them",
+    ),
     "parameters": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
         "tools.0.function.parameters",
@@ -426,7 +442,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a call's keyword": (
         {**FORCED, "tools": [*TOOLS, a_tool("f.1", a={"not": {}})]},
         "tools",
-        'function f.1\': Unimplemented keys: ["not"]',
+        "tools: the grammar is refused: the JSON schema 'parameters of the function f.1': these keywords are not supp",
     ),
     "deep parameters": ({"tools": [a_tool("f", a=DEEP)]}, None, "recursion limit"),
     "required arguments of no kind": (

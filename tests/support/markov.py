@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 
@@ -26,6 +27,15 @@ class Table:
         pass
 
 
+class DecidingTable(Table):
+    """Stands in for an engine whose device decides, where it leaves all choices to the host."""
+
+    decider = object()
+
+    def decide(self, segments, choosings):
+        return self.forward(segments), [None] * len(segments)
+
+
 def _nothing(*arguments):
     pass
 
@@ -40,16 +50,13 @@ class Following:
 
     def __init__(self, table, last, states=None):
         self._table, self._states = table, {} if states is None else states
-        self._allowed = table[last].numpy()
+        self.bits = np.packbits(table[last].numpy(), bitorder="little").tobytes()
         self._allows = table[last].tolist()
         tokens = [token for token, allowed in enumerate(self._allows) if allowed]
         self.forced = tokens[0] if len(tokens) == 1 else None
 
     def allows(self, token):
         return self._allows[token]
-
-    def allowed(self, vocab_size):
-        return self._allowed[:vocab_size]
 
     def after(self, token):
         if not self.allows(token):

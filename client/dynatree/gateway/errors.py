@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dynatree.client import ContextLengthError, DynaTreeError, GrammarError, ServerBusyError
 
@@ -37,6 +38,7 @@ CLIENT_DISCONNECTED = 499  # nginx's "client closed request"
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
+_NAMED = re.compile(r"(messages\.[a-z0-9_.]+): ")  # begins the service's words about a field in a message
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
@@ -85,8 +87,12 @@ class ApiError(Exception):
             too_long = error.prompt_tokens >= error.context_length or fields.new_tokens is None
             param = fields.prompt if too_long else fields.new_tokens
             return cls(status, error.details, type_, param=param, code=code)
-        param = fields.grammar if isinstance(error, GrammarError) and fields is not None else None
-        return cls(status, _WORDS.get(error.code, str(error)), type_, param=param, code=code, headers=headers)
+        message, named = _WORDS.get(error.code, str(error)), _NAMED.match(error.details)
+        param = named[1] if named else None
+        if isinstance(error, GrammarError) and fields is not None and fields.grammar is not None:
+            param = fields.grammar
+            message = f"{param}: {message.removeprefix(f'{error.summary}: ')}"
+        return cls(status, message, type_, param=param, code=code, headers=headers)
 
     @classmethod
     def of_body(cls, error: ValidationError, body: Any) -> ApiError:
@@ -108,6 +114,8 @@ class ApiError(Exception):
             name = f"{name}.{first['ctx']['discriminator'].strip(chr(39))}"
             message = f"{name} {first['ctx']['tag'][:LONGEST_PARAM]} is not supported; expected one of "
             return cls(400, message + first["ctx"]["expected_tags"], param=name, code="unsupported_value")
+        if not path and "field" in (context := first.get("ctx", {})):
+            return cls(400, first["msg"], param=context["field"], code="invalid_value")
         reasons = [_reason(each) for where, each in found if where == path]
         reason = ", or ".join(dict.fromkeys(reasons))
         return cls(400, f"{name}: {reason}" if path else reason, param=name or None, code="invalid_value")
@@ -118,6 +126,11 @@ class ApiError(Exception):
         return {
             "error": {"message": self.message[:LONGEST_MESSAGE], "type": self.type, "param": param, "code": self.code}
         }
+
+
+def at_odds(field: str, message: str) -> PydanticCustomError:
+    """Return the error of a validator of a whole body about a field that is at odds with other fields."""
+    return PydanticCustomError("at_odds", "{message}", {"field": field, "message": message})
 
 
 def _reason(error: ErrorDetails) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions
+from dynatree.gateway.errors import at_odds
 from dynatree.gateway.no_effect import Body
 
 MAX_CHOICES = 1024
@@ -100,10 +101,13 @@ class Structured(Body):
 
     @model_validator(mode="after")
     def _one_constraint(self) -> Structured:
-        if len(self._constraints()) > 1:
-            raise ValueError(
-                "several fields limit what the answer may be; expected one of response_format, structured_outputs, "
-                "guided_json, guided_regex, guided_choice and guided_grammar, with one constraint"
+        fields = [*self._constraints()]
+        if len(fields) > 1:
+            raise at_odds(
+                fields[1],
+                f"several fields limit what the answer may be: {' and '.join(fields)}; expected one of "
+                "response_format, structured_outputs, guided_json, guided_regex, guided_choice and guided_grammar, "
+                "with one constraint",
             )
         return self
 

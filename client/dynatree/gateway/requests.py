@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
 from dynatree.common.limits import MAX_STOP_TOKENS
-from dynatree.gateway.errors import RequestFields
+from dynatree.gateway.errors import RequestFields, at_odds
 from dynatree.gateway.formats import Structured
 from dynatree.gateway.no_effect import Body
 from dynatree.gateway.tools import NamedTool, ToolCalls, Tools, call_grammar
@@ -101,6 +101,14 @@ class CompletionOptions(Structured):
     return_token_ids: bool | None = None
     store: bool | None = None
 
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.ignore_eos and self.constraint_field:
+            raise at_odds(
+                "ignore_eos", f"ignore_eos is set, but an answer that {self.constraint_field} limits ends when it may"
+            )
+        return self
+
     @property
     def completions(self) -> int:
         """Number of completions of each prompt."""
@@ -179,11 +187,14 @@ class CompletionRequest(CompletionOptions):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError(
-                "max_tokens is 0 without echo, which leaves nothing to return; expected at least 1, or echo"
+            raise at_odds(
+                "max_tokens",
+                "max_tokens is 0 without echo, which leaves nothing to return; expected at least 1, or echo",
             )
         if self.best_of is not None and self.best_of != self.completions:
-            raise ValueError("best_of differs from n; expected the same number, since no completion is discarded")
+            raise at_odds(
+                "best_of", "best_of differs from n; expected the same number, since no completion is discarded"
+            )
         return self
 
     @property
@@ -290,9 +301,10 @@ class Template(Body):
     @model_validator(mode="after")
     def _has_one_end(self) -> Self:
         if self.add_generation_prompt is not None and self.add_generation_prompt == self.continues:
-            raise ValueError(
+            raise at_odds(
+                "add_generation_prompt",
                 "exactly one of add_generation_prompt and continue_final_message must be true: either the assistant's "
-                "next turn begins, or the last message continues"
+                "next turn begins, or the last message continues",
             )
         return self
 
@@ -331,19 +343,26 @@ class ChatRequest(CompletionOptions, Template):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.must_call and not self.callable:
-            raise ValueError("tool_choice asks for a call of a function that tools does not have")
+            raise at_odds("tool_choice", "tool_choice asks for a call of a function that tools does not have")
         if self.must_call and self.constraint:
-            raise ValueError("tool_choice asks for a call, and another field limits the answer; expected one of them")
+            raise at_odds(
+                "tool_choice",
+                f"tool_choice asks for a call, and {super().constraint_field} limits the answer; expected one of them",
+            )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs requires logprobs")
+            raise at_odds("top_logprobs", "top_logprobs requires logprobs")
         return self
 
     @property
     def fields(self) -> RequestFields:
         """The names of the fields that errors of the service may be about."""
         named = [name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None]
-        grammar = "tools" if self.must_call else self.constraint_field
-        return RequestFields("messages", next(iter(named), None), grammar)
+        return RequestFields("messages", next(iter(named), None), self.constraint_field)
+
+    @property
+    def constraint_field(self) -> str | None:
+        """The field that limits the answer."""
+        return "tools" if self.must_call else super().constraint_field
 
     @property
     def must_call(self) -> bool:
@@ -421,11 +440,14 @@ class TokenizeRequest(Template):
     @model_validator(mode="after")
     def _one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected either prompt or messages")
+            raise at_odds("prompt" if self.prompt is None else "messages", "expected either prompt or messages")
         if self.messages is None and self.tools:
-            raise ValueError("tools are for messages")
+            raise at_odds("tools", "tools are for messages, and the request has a prompt")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens is for a prompt; a chat's template writes its own special tokens")
+            raise at_odds(
+                "add_special_tokens",
+                "add_special_tokens is for a prompt; a chat's template writes its own special tokens",
+            )
         return self
 
     @property

@@ -68,7 +68,7 @@ class Served:
         size = f" that take {size_text(self.weight_bytes)} of memory" if self.weight_bytes else ""
         offloaded = f", {self.offloaded_layers} layers offloaded" if self.offloaded_layers else ""
         states = f", {size_text(self.state_bytes)} of states and records a session" if self.state_bytes else ""
-        chosen = "" if self.bounded else ", which --max-context sets, as the model bounds none"
+        chosen = "" if self.bounded else ". The model itself bounds no context; --max-context sets another bound"
         return (
             f"{self.name}: {self.architecture} of {self.parameters / 1e9:.3g} billion parameters, {self.weights} "
             f"weights{size}{offloaded}, {self.dtype} activations on {self.device} by {self.computed_by}, "

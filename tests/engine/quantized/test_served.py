@@ -1,6 +1,7 @@
 """How a model would be served is known before its weights are loaded, and refusals have the words of loading."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,17 @@ def test_it_is_what_loading_finds(tmp_path, caplog, save, settings, weights, com
     log = caplog.text
     assert f"its weights take {size_text(told.weight_bytes)} of memory" in log
     assert weights == "bfloat16" or f"numerics: {weights} weights, " in log
+
+
+@compiled
+@pytest.mark.parametrize("save", [gguf, plain("llama")])
+def test_the_log_of_a_copy_says_what_the_target_itself_takes(tmp_path, caplog, save):
+    caplog.set_level("INFO")
+    path = str(save(tmp_path))
+    settings = ModelSettings(path, copy=ModelSettings(path, weights="int4", chooses_tokens=False))
+    told = served(settings)
+    assert f": {size_text(told.weight_bytes)} of weights, and " in caplog.text
+    assert told.weight_bytes == served(replace(settings, copy=None)).weight_bytes
 
 
 def lacks_a_tensor(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +27,7 @@ from dynatree.verify.accept import Verdict, accept, cut, follow
 from dynatree.verify.layout import depth_first, prompt_segment, tree_segment
 from dynatree.verify.log_probs import log_probs_of
 from dynatree.verify.masked_logits import MaskedLogits
+from dynatree.verify.node_states import NodeStates
 from dynatree.verify.residual import Distribution, accept_residual
 from dynatree.verify.session import SessionRequest, VerifySession
 
@@ -75,6 +77,7 @@ class Verifier:
         self.engine = engine
         self.max_tree_nodes = max_tree_nodes
         self._cache = cache or PrefixCache(engine.kv_cache, enabled=False)
+        self._pool = ThreadPoolExecutor(thread_name_prefix="grammar masks")  # without threads until a mask is asked for
 
     @property
     def target(self) -> ModelInfo:
@@ -120,6 +123,8 @@ class Verifier:
         ]
         started = time.perf_counter()
         decides = self.engine.decider is not None
+        states = [NodeStates(part.tree, part.session.grammar) if part.session.grammar else None for part in parts]
+        masks = [self._begin_masks(each) if each and decides else None for each in states]
         decided = self.engine.decide(segments, [choosing(part) for part in parts]) if decides else None
         choices: list[list[int] | None] = [None] * len(parts)
         if decided is None:
@@ -129,8 +134,8 @@ class Verifier:
             logits, choices = decided
         forwarded = time.perf_counter()
         verdicts = [
-            _result(partial(_judge, part, rows, chosen))
-            for part, rows, chosen in zip(parts, logits, choices, strict=True)
+            _result(partial(_judge, part, rows, chosen, each, mask))
+            for part, rows, chosen, each, mask in zip(parts, logits, choices, states, masks, strict=True)
         ]
         accepted = time.perf_counter()
         results = [
@@ -160,6 +165,10 @@ class Verifier:
         sound = not kv.broken and choose(logits, [0], Sampling()) != [NOT_CHOSEN]
         self._cache.release(kv, (), "")
         return sound
+
+    def _begin_masks(self, states: NodeStates) -> Future[Tensor]:
+        """Begin to compute the masks of a tree's rows on another thread, beside the forward pass on the device."""
+        return self._pool.submit(states.masks, self.engine.info.vocab_size, self.engine.kv_cache.device)
 
     def _commit(
         self, part: Part, verdict: Verdict | None, order: Sequence[int], logits: Tensor, in_place: bool
@@ -219,11 +228,18 @@ def choosing(part: Part) -> Choosing | None:
     return Choosing(parents, sampling.temperature, sampling.seed)
 
 
-def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict | None:
+def _judge(
+    part: Part,
+    logits: Tensor,
+    chosen: Sequence[int] | None,
+    states: NodeStates | None,
+    masks: Future[Tensor] | None,
+) -> Verdict | None:
     """The verdict of a round; None if the prompt is not fully read.
 
     `logits` has one row for the root and one for each node, `[1 + nodes, vocabulary]`; for a prompt, its last row takes
-    the place of the root's. `chosen` holds the choices for all rows, if the device has made them.
+    the place of the root's. `chosen` holds the choices for all rows, if the device has made them; `states`, the
+    grammar's; `masks`, those of all rows, if the choices after all of them are made at once.
 
     Raises:
         NotFiniteError: A choice depends on numbers that are not finite, or on values that replaced such numbers.
@@ -236,17 +252,18 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
             return None
         logits, chosen = logits[-1:], chosen and chosen[-1:]
     session, tree, request = part.session, part.tree, part.session.request
-    masked = MaskedLogits(logits, tree, session.grammar)
+    masked = MaskedLogits(logits, states, masks.result() if masks else None)
     if request.decoding.sampling.residual:
         verdict = _accept_residual(session, tree, masked)
-    elif session.grammar is not None:
-        verdict = follow(tree, partial(_choice, session, tree, masked))
     else:
-        if chosen is None:
+        if chosen is None and masked.rows_at_once is not None:
             positions = [session.length, *(session.length + depth for depth in tree.depths)]
             histories = _histories(session, tree, range(-1, len(tree)))
-            chosen = choose(logits, positions, request.decoding.sampling, histories)
-        verdict = accept(tree, chosen)
+            chosen = choose(masked.rows_at_once, positions, request.decoding.sampling, histories)
+        if states is None and chosen is not None:
+            verdict = accept(tree, chosen)
+        else:
+            verdict = follow(tree, partial(_choice, session, tree, masked, chosen))
     verdict = cut(verdict, session.remaining, request.end_tokens)
     if NOT_CHOSEN in verdict.token_ids:
         raise NotFiniteError
@@ -257,11 +274,15 @@ def _judge(part: Part, logits: Tensor, chosen: Sequence[int] | None) -> Verdict 
     return replace(verdict, log_probs=values, top_log_probs=likeliest)
 
 
-def _choice(session: VerifySession, tree: TokenTree, masked: MaskedLogits, node: int) -> int | None:
-    """The target's choice after a node under the session's grammar; None leaves the node unverified."""
+def _choice(
+    session: VerifySession, tree: TokenTree, masked: MaskedLogits, chosen: Sequence[int] | None, node: int
+) -> int | None:
+    """The target's choice after a node, one of `chosen` if that is known; None leaves the node unverified."""
     row = masked.after(node)
     if row is None:
         return None
+    if chosen is not None:
+        return chosen[node + 1]
     position = session.length + (0 if node == ROOT else tree.depths[node])
     sampling = session.request.decoding.sampling
     return choose(row, [position], sampling, _histories(session, tree, [node]))[0]

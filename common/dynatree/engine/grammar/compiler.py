@@ -22,7 +22,8 @@ from dynatree.common.grammar import Grammar, GrammarKind
 from dynatree.common.limits import MAX_GRAMMARS
 from dynatree.engine.grammar.json_schema import prepared
 from dynatree.engine.grammar.large_stack import on_large_stack
-from dynatree.engine.grammar.state import GrammarState, reason_of
+from dynatree.engine.grammar.reasons import reason_of
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.model.vocabulary import cleans_up, special_ids, token_bytes, vocabulary_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ _RARE = ({*range(0x20), 0x7F} - {*b"\t\n\r"}) | {*range(0xF1, 0xF5)}
 _SCHEMA = re.compile(r"%json\s*(?=\{)")  # in a Lark grammar
 # Lexemes of a Lark grammar in which `<` is a character, and the tokens that it names
 _NAMED_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|//.*|#.*|(<[^<>\s]+>)', re.MULTILINE)
-_REFUSED = "the grammar is refused: "
+_REFUSED = {
+    GrammarKind.JSON_SCHEMA: "the JSON schema is refused: ",
+    GrammarKind.REGEX: "the regular expression is refused: ",
+    GrammarKind.LARK: "the grammar is refused: ",
+}
 _ESCAPES = 'nrbtf\\"'  # without \uXXXX, by which a property that the schema names would pass as another one
 _JSON: JsonCompileOptions = {
     # the white space of Python's json.dumps: with free white space, a small model may write spaces without end
@@ -125,8 +130,9 @@ def _compiled(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[int]) ->
             try:
                 _compiled_whole(Grammar(GrammarKind.JSON_SCHEMA, grammar.text[start:end]), tokens, missing)
             except GrammarError as error:
-                reason = str(error).removeprefix(_REFUSED)
-                raise GrammarError(f"{_REFUSED}the JSON schema {schema.get('title', '')!r}: {reason}") from error
+                reason = str(error).removeprefix(_REFUSED[GrammarKind.JSON_SCHEMA])
+                words = f"{_REFUSED[grammar.kind]}the JSON schema {schema.get('title', '')!r}: {reason}"
+                raise GrammarError(words) from error
         raise
 
 
@@ -137,7 +143,7 @@ def _compiled_whole(grammar: Grammar, tokens: LLTokenizer, missing: frozenset[in
         raise GrammarError(f"the JSON schema is not valid: {error}") from error
     matcher = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits())
     if matcher.is_error():
-        raise GrammarError(_REFUSED + reason_of(matcher))
+        raise GrammarError(_REFUSED[grammar.kind] + reason_of(matcher))
     for warning in matcher.get_grammar_warnings():
         log.debug("grammar: %s", warning)
     state = GrammarState(matcher, missing)

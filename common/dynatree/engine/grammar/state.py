@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
 from dynatree.common.errors import GrammarError
+from dynatree.engine.grammar.reasons import reason_of
 
-# Words of llguidance that name an option which requests do not have, or no keyword, and those that replace them
-_WORDS = (
-    (
-        re.compile(r"oneOf constraints are not supported\..*"),
-        "oneOf with alternatives that may overlap is not supported",
-    ),
-    (re.compile(r"(?=(integer interval|range) [\[(])"), "minimum and maximum: "),
-)
-LONGEST_REASON = 500  # characters
 NO_TOKEN = "no token of the vocabulary continues a text that the grammar allows"
 
 
@@ -31,6 +22,9 @@ class GrammarState:
     It depends on the grammar and the tokens alone, so that verification of a tree and plain decoding mask alike. Where
     the grammar allows only one text, it allows only the first token that the tokenizer gives for that text. A state
     that cannot be followed further allows no token. It is an `error` only of the completion that has its tokens.
+
+    While the state after a token is in use, `after` returns the same one again, so that its mask is computed once: for
+    a tree's node, for the commit of the node, and for other completions that begin with the same tokens.
 
     Args:
         matcher: The grammar after the tokens.
@@ -43,15 +37,19 @@ class GrammarState:
         self._lock = threading.Lock()  # a matcher that two threads use at once raises an error
         self._bits: bytes | None = None
         self._reason = ""
+        self._following: WeakValueDictionary[int, GrammarState] = WeakValueDictionary()
 
     def after(self, token: int) -> GrammarState | None:
         """Return the state after one more token; None if this state does not allow the token."""
         if not self.allows(token):
             return None
         with self._lock:
-            following = self._matcher.deep_copy()
-        following.consume_token(token)  # if this fails, the matcher keeps its error
-        return GrammarState(following, self._missing)
+            following = self._following.get(token)
+            if following is None:
+                matcher = self._matcher.deep_copy()
+                matcher.consume_token(token)  # if this fails, the matcher keeps its error
+                following = self._following[token] = GrammarState(matcher, self._missing)
+            return following
 
     def after_all(self, token_ids: Iterable[int]) -> GrammarState | None:
         """Return the state after more tokens; None if one of them is not allowed."""
@@ -88,11 +86,6 @@ class GrammarState:
         spelt = not self._missing or self._missing.isdisjoint(self._matcher.compute_ff_bytes())
         return (bits, "") if spelt and any(bits) else (b"", NO_TOKEN)
 
-    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Whether each token may follow, `[vocab_size]`; tokens behind the tokenizer's may not."""
-        bits = np.frombuffer(self.bits or b"\0", dtype=np.uint8)  # NumPy does not extend an empty array by zeros
-        return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
-
     @cached_property
     def forced(self) -> int | None:
         """The only token that may follow; None if there are several."""
@@ -102,11 +95,3 @@ class GrammarState:
             return None
         byte = int(bits[places[0]])
         return None if byte & (byte - 1) else 8 * int(places[0]) + byte.bit_length() - 1
-
-
-def reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    reason = matcher.get_error()
-    for theirs, ours in _WORDS:
-        reason = theirs.sub(ours, reason, count=1)
-    return reason.split("\n<state>")[0].strip()[:LONGEST_REASON]

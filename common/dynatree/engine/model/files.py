@@ -112,7 +112,9 @@ def described(model: str) -> str:
 
 def size_text(size: int) -> str:
     """Write a number of bytes for people."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+    if size >= 1e9:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
 
 
 def _check_config(folder: Path) -> None:

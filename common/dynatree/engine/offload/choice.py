@@ -106,10 +106,12 @@ def copy_bytes(settings: ModelSettings, config: PretrainedConfig, name: str) -> 
             f"the {copy.weights} copy of {name} takes {size / 1e9:.3g} GB, but only {free / 1e9:.3g} GB of memory are "
             "free; expected another draft model"
         )
+    own = quantized_model(settings, config, chosen_device(settings.device), name)
+    whole = weight_bytes(settings, name, model, own.files if own else None)(own.model if own else model, "")
     log.info(
         "%s: %s of weights, and %s in its %s copy, which drafts; %.3g kB of keys and values a token in each",
         name,
-        size_text(weight_bytes(settings, name, model, None)(model, "")),
+        size_text(whole),
         size_text(size),
         copy.weights,
         kv_bytes_of(config, model.dtype) / 1e3,

@@ -26,6 +26,7 @@ from dynatree.engine.engine import Engine
 from dynatree.engine.forward.level_runner import KVMove, LevelRead, LevelsWanted
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
+from dynatree.engine.grammar.masking import masked, packed
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.engine.kv.prefix_cache import PrefixCache
 from dynatree.engine.sampling.choosing import TokenHistories, adjusted, noise, scores, warped
@@ -290,11 +291,7 @@ def _propose(
 
 def _masked(logits: Tensor, grammars: Sequence[Allowed | None]) -> Tensor:
     """Return logits `[rows, vocabulary]` with -inf for the tokens that each row's grammar forbids."""
-    if not any(grammars):
-        return logits
-    everything = np.ones(logits.shape[-1], dtype=np.bool_)
-    rows = [everything if each is None else each.allowed(logits.shape[-1]) for each in grammars]
-    return logits.masked_fill(torch.from_numpy(~np.stack(rows)).to(logits.device), -math.inf)
+    return masked(logits, packed(grammars, logits.shape[-1], logits.device)) if any(grammars) else logits
 
 
 def _rank(

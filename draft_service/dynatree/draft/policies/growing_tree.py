@@ -7,15 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from dynatree.common.limits import MAX_TREE_NODES
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.policies.suffix_index import SuffixIndex
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -34,14 +30,15 @@ class Allowed(Protocol):
     """Which tokens a request's grammar allows next; `dynatree.engine.grammar.state.GrammarState` implements it."""
 
     @property
+    def bits(self) -> bytes:
+        """One bit per token, lowest first: whether it may follow."""
+
+    @property
     def forced(self) -> int | None:
         """The only token that may follow; None if there are several."""
 
     def allows(self, token: int) -> bool:
         """Whether a token may follow."""
-
-    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Whether each token may follow, `[vocab_size]`."""
 
     def after(self, token: int) -> Self | None:
         """Return the state of the grammar after one more token; None if the grammar forbids the token."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.text.prompt_text import decoded
-from dynatree.draft.text.tools import Fields, parsed, replaced, without_tools, written_format
+from dynatree.draft.text.tools import Fields, odd_arguments, parsed, replaced, without_tools, written_format
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,10 @@ class PromptEncoder:
                 continue_final_message=continue_final_message,
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:  # also faults of templates
+            field = odd_arguments(said)
+            if field is not None and type(error) is not TemplateError:  # which are a template's own words
+                words = f"{field}: expected a JSON object, without which the chat template fails: {error}"
+                raise InvalidArgumentError(words) from error
             raise InvalidArgumentError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(rendered, str)
         return tuple(self._encoded(rendered, hidden))

@@ -66,6 +66,16 @@ def replaced(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def odd_arguments(messages: Sequence[Fields]) -> str | None:
+    """Return the name of the first field with a call's arguments that are no object; None if all are objects."""
+    for place, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function")
+            if isinstance(function, dict) and not isinstance(function.get("arguments", {}), dict):
+                return f"messages.{place}.tool_calls.{number}.function.arguments"
+    return None
+
+
 def without_tools(messages: Sequence[Fields], tools: Sequence[Any]) -> list[Fields]:
     """Return a chat for a template that knows no functions: the system's message describes them, calls are text.
 
