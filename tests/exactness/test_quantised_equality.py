@@ -13,7 +13,6 @@ import pytest
 
 from dynatree import embedded
 from dynatree.client import Client
-from dynatree.draft.control.round_costs import Costs
 from dynatree.draft.serve_draft import _CopyDrafting
 from dynatree.draft.settings import DefaultPolicy, DraftLimits, DraftSettings, VerifyServices
 from dynatree.draft.target.replicas import Replicas
@@ -202,9 +201,9 @@ def test_the_copy_of_a_trained_target_guesses_nearly_every_token(tmp_path):
         source, before, after = asyncio.run(drafting(services.verify_address))
         assert (before.info.name, source.info.name) == ("embedded-target", "embedded-target")
         assert source.info.numerics.startswith("int8 weights")
-        # on a busy machine, more rows may be measured as faster, and the cost model pools such measurements
-        measured = Costs(draft=source.info.forward_costs).draft_forward_seconds
-        assert after.costs.draft_forward_seconds == measured != before.costs.draft_forward_seconds
+        # not the longest of all: on a busy machine, fewer rows may have taken longer, which the cost model disbelieves
+        most_rows = max(source.info.forward_costs, key=lambda each: each.rows)
+        assert after.costs.draft_forward_seconds == most_rows.seconds != before.costs.draft_forward_seconds
 
 
 def _closed(services, completion):
