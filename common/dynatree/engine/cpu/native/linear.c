@@ -183,6 +183,7 @@ INLINE void compute(const struct linear *l, int64_t panel, const char *left, int
         for (int64_t input = 0; input < l->inputs; input += block) {
             int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
             const char *right = weight + input * width, *ahead = right + (streaming ? AHEAD : inputs * width);
+            if (!streaming && inputs == l->inputs - input) ahead += (omp_get_num_threads() - 1) * l->inputs * width;
             if (widening) widen(wide, right, inputs);
             for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
                 float *to = sums + row * PANEL;

@@ -202,10 +202,15 @@ struct right {
     const char *codes, *scales, *header;
 };
 
+/* Vectors of a panel that are multiplied with `rows` rows at a time. With AVX-512, registers hold their integers and
+ * their float32 sums. */
+INLINE int abreast(int rows) { return LANES == 16 && rows > ROWS / 2 ? ACROSS / 2 : across(rows); }
+
 /* sums[rows][vectors] += the products of one unit, for the vectors from `lane` on. Each 256 bytes of codes prefetch
- * `lines` cache lines, which begin at `ahead`. Return the next line to prefetch. */
-INLINE const char *meet(float *sums, struct left left, struct right right, const struct weights *w, int64_t lane,
-                        int rows, int vectors, int bits, const char *ahead, int lines) {
+ * `lines` cache lines, which begin at `ahead`, into the L1 cache if they are needed `soon`. Return the next line to
+ * prefetch. */
+INLINE const char *meet(vec (*sums)[PANEL / LANES], struct left left, struct right right, const struct weights *w, int64_t lane,
+                        int rows, int vectors, int bits, const char *ahead, int lines, int soon) {
     const ivec nibble = (ivec){0} + 0x0f0f0f0f;
     const int64_t steps = unit_of(w) * bits / 32;
     const int narrow = bits == 4 || w->narrow;
@@ -218,7 +223,12 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
     const int8_t *x = left.numbers;
     const char *at = right.codes + lane * 4;
     _Pragma("GCC unroll 1") for (int64_t step = 0; step < steps; step++, at += PANEL * 4, x += 32 / bits) {
-        for (int line = 0; line < lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int line = 0; line < lines; line++, ahead += 64) {
+            if (soon)
+                _mm_prefetch(ahead, _MM_HINT_T0);
+            else
+                _mm_prefetch(ahead, _MM_HINT_T1);
+        }
         ivec b[PANEL / LANES];
         EACH(c, vectors) {
             b[c] = *(const ivec *)(at + c * LANES * 4);
@@ -242,9 +252,9 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
         vec scale = scales_of(right.scales, right.header, first, w->scales), minimum = {0};
         if (w->minimums) minimum = scales_of(minimums, right.header + PANEL * 2, first, w->scales);
         EACH(r, rows) {
-            vec *to = (vec *)(sums + r * PANEL + first), sum = as_float(s[r][c]) * scale;
+            vec sum = as_float(s[r][c]) * scale;
             if (w->minimums) sum = fused(splat((float)left.starts[r]), minimum, sum);
-            *to = fused(splat(left.scales[r]), sum, *to);
+            sums[r][c] = fused(splat(left.scales[r]), sum, sums[r][c]);
         }
     }
     return ahead;
@@ -253,23 +263,29 @@ INLINE const char *meet(float *sums, struct left left, struct right right, const
 /* Add the products of some rows by the inputs of a panel from `first` on. */
 INLINE const char *meet_all(float *sums, const struct linear *l, const char *quantized, int64_t count, int64_t row,
                             const char *right, int64_t first, int64_t inputs, int rows, int bits, const char *ahead,
-                            int lines) {
+                            int lines, int soon) {
     const struct weights *w = &l->weights;
-    const int vectors = across(rows), parts = PANEL / LANES / vectors, streaming = !ahead;
+    const int vectors = abreast(rows), parts = PANEL / LANES / vectors, streaming = !ahead;
     const int64_t unit = unit_of(w), codes = w->group * PANEL * w->bits / 8;
+    const int64_t rest = group_bytes(w) - codes; /* which `meet` does not prefetch */
     for (int part = 0; part < parts; part++) {
         struct right at = {.codes = right};
+        vec held[ROWS][PANEL / LANES], *to = (vec *)sums + part * vectors;
+        EACH(r, rows) EACH(c, vectors) held[r][c] = to[r * (PANEL / LANES) + c];
         for (int64_t input = first; input < first + inputs; input += unit, at.codes += unit * PANEL * w->bits / 8) {
             if (input % w->group == 0) {
                 if (input > first) at.codes = at.scales + scale_bytes(w) * (1 + w->minimums);
                 if (w->scales == STEPS && input % w->super == 0) at.header = at.codes, at.codes += header_bytes(w);
                 at.scales = at.codes + codes;
+                if (!row && !part && lines && !streaming)
+                    for (int64_t line = 0; line < rest; line += 64, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
             }
             const struct left left = left_at(l, quantized, count, row, input);
             if (streaming) ahead = at.codes + AHEAD;
-            ahead = meet(sums, left, at, w, part * vectors * LANES, rows, vectors, bits, ahead,
-                         part < lines ? (lines + parts - 1) / parts : 0);
+            ahead = meet(held, left, at, w, part * vectors * LANES, rows, vectors, bits, ahead,
+                         part < lines ? (lines + parts - 1) / parts : 0, soon);
         }
+        EACH(r, rows) EACH(c, vectors) to[r * (PANEL / LANES) + c] = held[r][c];
     }
     return ahead;
 }
@@ -278,14 +294,18 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
                       int64_t rows, float *sums, int bits) {
     const struct weights *w = &l->weights;
     const int64_t unit = w->scales == STEPS ? w->super : w->group, groups = (rows + ROWS - 1) / ROWS;
-    const int64_t bytes = panel_bytes(l, unit), fitting = (BLOCK + BLOCK / 8) / bytes;
-    const int streaming = groups == 1; /* the panel is read once, from end to end */
+    const int64_t bytes = panel_bytes(l, unit), fitting = (BLOCK + BLOCK / 8) / 2 / bytes;
+    const int streaming = groups == 1 && abreast(rows) * LANES == PANEL; /* the panel is read once, from end to end */
     const int64_t block = streaming ? l->inputs : (fitting > 1 ? fitting : 1) * unit;
     const char *right = l->weight + panel * quantized_panel(l);
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t input = 0; input < l->inputs; input += block) {
         int64_t inputs = l->inputs - input < block ? l->inputs - input : block;
-        const char *next = right + panel_bytes(l, inputs), *ahead = streaming ? NULL : next;
+        const char *next = right + panel_bytes(l, inputs), *ahead = next;
+        if (streaming)
+            ahead = NULL;
+        else if (inputs == l->inputs - input)
+            ahead += (omp_get_num_threads() - 1) * quantized_panel(l); /* likely this thread's next panel */
         for (int64_t group = 0, row = 0, many; group < groups; group++, row += many) {
             /* the groups of rows share the prefetches; later chunks find the panel in a cache */
             int lines = first ? 0 : groups > 3 ? group < 4 : groups == 3 ? 1 + !group : 4 / groups;
@@ -293,7 +313,7 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
 #define CASE(r)                                                                                                      \
     case r:                                                                                                          \
         ahead = meet_all(sums + row * PANEL, l, quantized, count, first + row, right, input, inputs, r, bits, ahead, \
-                         lines);                                                                                     \
+                         lines, groups > 1);                                                                         \
         break;
             switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
         }
