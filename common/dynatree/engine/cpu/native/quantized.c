@@ -297,6 +297,7 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
     const int64_t bytes = panel_bytes(l, unit), fitting = (BLOCK + BLOCK / 8) / 2 / bytes;
     const int streaming = groups == 1 && abreast(rows) * LANES == PANEL; /* the panel is read once, from end to end */
     const int64_t block = streaming ? l->inputs : (fitting > 1 ? fitting : 1) * unit;
+    const int soon = groups * 4 > bits; /* otherwise memory and not arithmetic limits the speed */
     const char *right = l->weight + panel * quantized_panel(l);
     memset(sums, 0, rows * PANEL * sizeof(float));
     for (int64_t input = 0; input < l->inputs; input += block) {
@@ -313,7 +314,7 @@ INLINE void add_panel(const struct linear *l, int64_t panel, const char *quantiz
 #define CASE(r)                                                                                                      \
     case r:                                                                                                          \
         ahead = meet_all(sums + row * PANEL, l, quantized, count, first + row, right, input, inputs, r, bits, ahead, \
-                         lines, groups > 1);                                                                         \
+                         lines, soon);                                                                               \
         break;
             switch (many) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
         }
