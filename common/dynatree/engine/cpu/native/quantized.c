@@ -209,8 +209,8 @@ INLINE int abreast(int rows) { return LANES == 16 && rows > ROWS / 2 ? ACROSS / 
 /* sums[rows][vectors] += the products of one unit, for the vectors from `lane` on. Each 256 bytes of codes prefetch
  * `lines` cache lines, which begin at `ahead`, into the L1 cache if they are needed `soon`. Return the next line to
  * prefetch. */
-INLINE const char *meet(vec (*sums)[PANEL / LANES], struct left left, struct right right, const struct weights *w, int64_t lane,
-                        int rows, int vectors, int bits, const char *ahead, int lines, int soon) {
+INLINE const char *meet(vec (*sums)[PANEL / LANES], struct left left, struct right right, const struct weights *w,
+                        int64_t lane, int rows, int vectors, int bits, const char *ahead, int lines, int soon) {
     const ivec nibble = (ivec){0} + 0x0f0f0f0f;
     const int64_t steps = unit_of(w) * bits / 32;
     const int narrow = bits == 4 || w->narrow;
@@ -271,7 +271,8 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
     for (int part = 0; part < parts; part++) {
         struct right at = {.codes = right};
         vec held[ROWS][PANEL / LANES], *to = (vec *)sums + part * vectors;
-        EACH(r, rows) EACH(c, vectors) held[r][c] = to[r * (PANEL / LANES) + c];
+        EACH(r, rows)
+            EACH(c, vectors) held[r][c] = to[r * (PANEL / LANES) + c];
         for (int64_t input = first; input < first + inputs; input += unit, at.codes += unit * PANEL * w->bits / 8) {
             if (input % w->group == 0) {
                 if (input > first) at.codes = at.scales + scale_bytes(w) * (1 + w->minimums);
@@ -285,7 +286,8 @@ INLINE const char *meet_all(float *sums, const struct linear *l, const char *qua
             ahead = meet(held, left, at, w, part * vectors * LANES, rows, vectors, bits, ahead,
                          part < lines ? (lines + parts - 1) / parts : 0, soon);
         }
-        EACH(r, rows) EACH(c, vectors) to[r * (PANEL / LANES) + c] = held[r][c];
+        EACH(r, rows)
+            EACH(c, vectors) to[r * (PANEL / LANES) + c] = held[r][c];
     }
     return ahead;
 }
