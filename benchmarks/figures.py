@@ -127,11 +127,15 @@ def headline_conditions() -> str:
 def headline_summary() -> str:
     """The range of the texts' median ratios of the default policy: to its own plain decoding, and to the others'."""
     beside = [f"llama-cpp-{name}" for name in llama_cpp_texts()]
+    files = [(f"llama-cpp-{name}-{kind}", f"{LLAMA_CPP} {kind}") for kind in QUANTISED for name in llama_cpp_texts()]
+    quantised = [rate(file, "throughput", fastest(file, plain)).median for file, plain in files]
     return (
         f"By these medians, DynaTree is {span(PLAIN.label, texts())} times as fast as its own plain decoding and "
         f"{span('transformers', texts())} times as fast as transformers' `generate()` ({len(texts())} texts). It is "
         f"{span(LLAMA_CPP, beside)} times as fast as llama.cpp without a draft and "
-        f"{span(best_drafting(), beside)} times as fast as llama.cpp with the same draft ({len(beside)} texts)."
+        f"{span(best_drafting(), beside)} times as fast as llama.cpp with the same draft ({len(beside)} texts). With "
+        f"weights in 8 and 4 bits, it is {min(quantised):.1f} to {max(quantised):.1f} times as fast as llama.cpp with weights of "
+        f"the same width ({', '.join(QUANTISED)}), with or without the draft, whichever is faster."
     )
 
 
@@ -196,7 +200,7 @@ def quantised() -> str:
             of_file = runs(file)
             rates = cells(of_file, "rate")
             plain = f"{LLAMA_CPP} {kind}"
-            best = max((each for each in rates if each.startswith(plain)), key=lambda each: rates[each].median)
+            best = fastest(file, plain)
             rows.append(
                 {
                     "weights": f"{ours}, {kind}",
@@ -211,6 +215,12 @@ def quantised() -> str:
                 }
             )
     return markdown(rows)
+
+
+def fastest(name: str, method: str) -> str:
+    """The fastest of a file's methods whose labels begin alike."""
+    rates = cells(runs(name), "rate")
+    return max((each for each in rates if each.startswith(method)), key=lambda each: rates[each].median)
 
 
 def _mean(same: DataFrame, name: str) -> str:
