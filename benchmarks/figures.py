@@ -134,8 +134,8 @@ def headline_summary() -> str:
         f"{span('transformers', texts())} times as fast as transformers' `generate()` ({len(texts())} texts). It is "
         f"{span(LLAMA_CPP, beside)} times as fast as llama.cpp without a draft and "
         f"{span(best_drafting(), beside)} times as fast as llama.cpp with the same draft ({len(beside)} texts). With "
-        f"weights in 8 and 4 bits, it is {min(quantised):.1f} to {max(quantised):.1f} times as fast as llama.cpp with weights of "
-        f"the same width ({', '.join(QUANTISED)}), with or without the draft, whichever is faster."
+        f"weights in 8 and 4 bits, it is {min(quantised):.1f} to {max(quantised):.1f} times as fast as llama.cpp with "
+        f"weights of the same width ({', '.join(QUANTISED)}), with or without the draft, whichever is faster."
     )
 
 
