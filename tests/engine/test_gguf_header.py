@@ -18,6 +18,7 @@ VALUES["tokenizer.ggml.tokens"] = ["a", "b", "<unk>"]
 def save(path, values=VALUES):
     writer = gguf.GGUFWriter(str(path), "llama")
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    add |= {np.int32: writer.add_int32, np.uint64: writer.add_uint64}
     for key, value in values.items():
         add[type(value)](key, value)
     writer.add_tensor("token_embd.weight", np.zeros((3, 4), dtype=np.float32))
@@ -97,7 +98,10 @@ def test_a_type_that_is_not_served_is_refused_by_its_name(path, tmp_path):
         ("llama.new\nline", 1, "a name that is no printable text"),
         ("l" * 300, 1, "a name that is no printable text of at most 256 characters"),
         ("general.alignment", 24, "general.alignment is 24, expected a power of two"),
-        ("general.alignment", "32", "general.alignment is '32', expected a power of two"),
+        ("general.alignment", "32", "general.alignment is of type 8, expected 4"),
+        ("general.alignment", 32.0, "general.alignment is of type 6, expected 4"),
+        ("general.alignment", np.int32(32), "general.alignment is of type 5, expected 4"),
+        ("general.alignment", np.uint64(32), "general.alignment is of type 10, expected 4"),
         ("tokenizer.ggml.tokens", "abc", "tokens are 'abc', expected an array"),
         ("tokenizer.ggml.tokens", ["a", "b", "c", "d"], r"tokens are 4, but its token_embd\.weight has 3 rows"),
         ("tokenizer.ggml.scores", [1.0, 2.0], r"tokens are 3, but its tokenizer\.ggml\.scores 2"),

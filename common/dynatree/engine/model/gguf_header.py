@@ -169,12 +169,15 @@ def _header(cursor: _Cursor) -> GGUFHeader:
         key = cursor.name()
         if key in values:
             raise _MalformedError(f"it has two values of {key}")
-        values[key] = cursor.value(cursor.number("I"))
+        kind = cursor.number("I")
+        values[key] = cursor.value(kind)
+        if key == "general.alignment" and _SCALARS.get(kind) != "I":
+            raise _MalformedError(f"its {key} is of type {kind}, expected 4, a number of 32 bits")
     if not isinstance(values.get("general.architecture"), str):
         raise _MalformedError("it names no general.architecture")
     alignment = values.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise _MalformedError(f"its general.alignment is {alignment!r:.40}, expected a power of two from 8 on")
+    if alignment < 8 or alignment & (alignment - 1):
+        raise _MalformedError(f"its general.alignment is {alignment}, expected a power of two from 8 on")
     found = [_tensor(cursor) for _ in range(tensors)]
     begin = -(-cursor.at // alignment) * alignment
     placed = [GGUFTensor(each.name, each.kind, each.shape, begin + each.start, each.bytes) for each in found]
