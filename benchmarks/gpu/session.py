@@ -230,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "tiny" if options.tiny else "full"
     models_folder = Path(os.environ.get("DYNATREE_MODELS") or Path(tempfile.gettempdir()) / "dynatree-grown") / kind
     if options.worker:
-        return work(options.part, store, *options.worker, models_folder)
+        until, since = options.worker
+        return work(options.part, store, until, since, models_folder)
     return drive(options, store)
 
 
