@@ -18,6 +18,7 @@ from keeping import Bound, Measured
 from torch import Tensor
 from torch.nn.functional import linear
 
+from dynatree.common.tree import TokenTree
 from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
@@ -222,10 +223,8 @@ def _query_key_value(shape: Heads, rows: int, generator: torch.Generator) -> lis
 
 
 def _tree(kv: KVRange, root: int, parents: Sequence[int]) -> Segment:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    positions = [root, *(root + depth for depth in depths)]
+    tree = TokenTree(tuple(range(len(parents))), tuple(parents))
+    positions = [root, *(root + depth for depth in tree.depths)]
     return Segment(kv, root, [0] * len(positions), positions, mask=ancestor_mask(parents))
 
 
@@ -255,7 +254,7 @@ def noise(context: Context) -> Measured:
     drawn = torch.empty(len(places), vocabulary, device=context.device)
     noise_by_triton(drawn, given, at, int(NoiseStream.CHOICE))
     expected = torch.stack([gumbel(seed, position, vocabulary) for seed, position in places]).numpy()
-    steps = np.abs(_ordered(drawn.cpu().numpy()) - _ordered(expected))
+    steps = np.testing.assert_array_max_ulp(drawn.cpu().numpy(), expected, maxulp=np.inf)  # and returns them
     most = int(steps.max())
     says = [f"{np.mean(steps == 0):.4%} of {steps.size} numbers have numpy's bits; the furthest is {most} ulp away"]
     figures = {"numbers": steps.size, "equal share": float(np.mean(steps == 0)), "ulp": most}
@@ -289,9 +288,3 @@ def choices(context: Context) -> Measured:
         Bound("log-probabilities of a draft away from torch's", furthest, most=1e-4),
     ]
     return Measured({"choices unlike torch's": unlike, "furthest log-probability": furthest}, (), bounds)
-
-
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """float32 as whole numbers, neighbours one apart."""
-    bits = values.view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

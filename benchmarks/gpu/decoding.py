@@ -12,7 +12,6 @@ from pair import TARGET_MEASURED_ROWS, Pair, Prompt
 
 from dynatree.common.decoding import Decoding
 from dynatree.common.limits import MAX_TREE_NODES
-from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.sampling import Sampling
 from dynatree.draft.completion.statistics import Statistics, StatisticsRecorder
 from dynatree.draft.growth.drafter import Growing
@@ -90,14 +89,12 @@ async def complete_together(
 ) -> Together:
     """All at once, with one thread for each model; see `complete`."""
     rows: list[int] = []
-
-    def passed(pass_statistics: PassStatistics, seconds: float) -> None:
-        rows.append(pass_statistics.rows)
-
     verifier, drafter, target = pair.verifier, pair.drafter, pair.target
     verifying, drafting = ModelThread("verify-model"), ModelThread("draft-model")
     costs = PassCosts(target.info.forward_costs)
-    scheduler = Scheduler(partial(verifying.run, verifier.run), costs, TARGET_MEASURED_ROWS, passed)
+    scheduler = Scheduler(
+        partial(verifying.run, verifier.run), costs, TARGET_MEASURED_ROWS, lambda told, _: rows.append(told.rows)
+    )
     growth_of_all = SharedGrowth(drafter, drafting)
 
     async def completion(prompt: Prompt) -> Completion:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from costs import seconds
 from decoding import DEFAULT, GREEDY, PLAIN, SAMPLED, Method, complete, complete_together
-from keeping import Bound, Measured, NotMeasuredError
+from keeping import OF_SERVICES, Bound, Measured, NotMeasuredError, absent
 from pair import prompts
 from speed import unlike
 
@@ -26,7 +25,6 @@ from dynatree.engine.settings import ModelSettings
 if TYPE_CHECKING:
     from session import Context
 
-OF_SERVICES = ("grpc_health", "grpc_reflection", "prometheus_client")
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 STEPS = 10  # whose logits are compared where layers are offloaded
 ROWS = (1, 64, 256)
@@ -89,9 +87,8 @@ def together(context: Context) -> Measured:
 
 def services(context: Context) -> Measured:
     """Both services as processes on sockets, and the client library: tokens a second, and equality."""
-    absent = [name for name in OF_SERVICES if find_spec(name) is None]
-    if absent:
-        raise NotMeasuredError(f"missing: {', '.join(absent)}")
+    if names := absent(OF_SERVICES):
+        raise NotMeasuredError(f"missing: {names}")
     from dynatree.bench.decoding import Decoders
     from dynatree.bench.methods import PLAIN as PLAIN_METHOD
     from dynatree.bench.methods import Case, parse_method

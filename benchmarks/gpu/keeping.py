@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 MEASURED, NOT_MEASURED, FAILED = "measured", "not measured", "failed"
 NO_GPU = "no GPU"
 BUNDLE = "session.json"
+OF_SERVICES = ("grpc_health", "grpc_reflection", "prometheus_client")
 ROOT = Path(__file__).resolve().parents[2]
 
 # Tokens a second of one session, T = 100, the 2.8B-shaped target in bfloat16. README.md beside this file expects less.
@@ -86,23 +88,6 @@ class Step:
     seconds: float  # that it takes at most, as expected of a GPU
     needs: tuple[str, ...] = ()  # steps whose figures it reads
     models: bool = False  # whether the pair must be loaded for it
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long a part may begin further steps; `until` is by `clock`, in seconds."""
-
-    until: float
-    clock: Callable[[], float] = time.time
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self.until - self.clock()
-
-    def admits(self, seconds: float) -> bool:
-        """Whether what takes so long can still begin."""
-        return seconds <= self.left
 
 
 @dataclass(frozen=True)
@@ -182,35 +167,22 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What became of a part's steps, by name."""
+def ending(records: Mapping[str, Mapping[str, Any] | None]) -> tuple[int, list[str]]:
+    """Return a part's exit status by its steps' records, and its last lines: what is missing, and bounds missed.
 
-    records: Mapping[str, Mapping[str, Any] | None]
-
-    @property
-    def left(self) -> list[str]:
-        """Those that no call has run."""
-        return [name for name, record in self.records.items() if record is None]
-
-    @property
-    def failed(self) -> list[str]:
-        """Those that failed."""
-        return [name for name, record in self.records.items() if record is not None and record["status"] == FAILED]
-
-    def lines(self) -> list[str]:
-        """The end of a part: what is missing and why, and the bounds that were missed."""
-        lines = []
-        for name, record in self.records.items():
-            if record is not None and record["status"] != MEASURED:
-                lines.append(f"{name}: {record['status']}: {record['reason']}")
-        bounds = [each for record in self.records.values() for each in (record or {}).get("bounds", ())]
-        missed = [each["says"] for each in bounds if not each["met"]]
-        if bounds:
-            lines += [f"{len(bounds) - len(missed)} of {len(bounds)} bounds met", *missed]
-        if self.left:
-            lines.append(f"left for another call: {', '.join(self.left)}")
-        return lines
+    The status is 1 if a step failed, 3 if no call has run one, and 0 otherwise.
+    """
+    run = {name: record for name, record in records.items() if record is not None}
+    left = [name for name in records if name not in run]
+    lines = [f"{name}: {each['status']}: {each['reason']}" for name, each in run.items() if each["status"] != MEASURED]
+    bounds = [each for record in run.values() for each in record.get("bounds", ())]
+    missed = [each["says"] for each in bounds if not each["met"]]
+    if bounds:
+        lines += [f"{len(bounds) - len(missed)} of {len(bounds)} bounds met", *missed]
+    if left:
+        lines.append(f"left for another call: {', '.join(left)}")
+    failed = any(record["status"] == FAILED for record in run.values())
+    return 1 if failed else 3 if left else 0, lines
 
 
 def to_record(measured: Measured) -> dict[str, Any]:
@@ -248,6 +220,18 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def absent(modules: Sequence[str]) -> str:
+    """The modules that are not installed, separated by commas."""
+
+    def found(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:  # of the package around it
+            return False
+
+    return ", ".join(name for name in modules if not found(name))
 
 
 def _output(*command: str) -> str | None:

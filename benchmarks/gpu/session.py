@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,14 @@ import sanitized
 from keeping import (
     FAILED,
     NOT_MEASURED,
-    Budget,
+    OF_SERVICES,
     Measured,
     NotMeasuredError,
-    Progress,
     Step,
     Store,
+    absent,
     commit,
+    ending,
     surroundings,
     to_record,
     version_of,
@@ -50,7 +50,11 @@ BROKEN = 70  # the exit status of a process whose device has failed
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "grpc", "google.protobuf")
 LEAST = {"grpcio": (1, 76), "protobuf": (6, 31)}  # that the code of protos/ runs with
 PRINTED = ("torch", "triton", "transformers", "numpy", *LEAST, "grpcio-health-checking", "grpcio-reflection")
-OF_SERVICES = ("grpc_health", "grpc_reflection", "prometheus_client")
+WITHOUT = {
+    NEEDED: "the models cannot be run",
+    ("triton",): "no kernel of the project runs, and no graph is captured",
+    OF_SERVICES: "no services run over sockets",
+}
 POLICIES = (
     *("throughput", "linear", "dynatree", "dyspec", "fixed", "sequoia", "opt-tree", "specinfer"),
     *("dyspec-threshold", "hybrid", "ngram"),
@@ -127,7 +131,12 @@ def expected(step: Step, loaded: bool) -> float:
     return step.seconds + (LOADING if step.models and not loaded else 0.0)
 
 
-def work(part: int, store: Store, budget: Budget, since: float, models_folder: Path) -> int:
+def begins(step: Step, loaded: bool, left: float) -> bool:
+    """Whether a step can still begin in the seconds that are left."""
+    return expected(step, loaded) <= left
+
+
+def work(part: int, store: Store, until: float, since: float, models_folder: Path) -> int:
     """Run what is left of a part and fits into its time, in this process; an exit status."""
     # Neither is imported by whoever only asks what is left.
     import torch
@@ -151,10 +160,11 @@ def work(part: int, store: Store, budget: Budget, since: float, models_folder: P
     for step in PARTS[part]:
         if store.settled(step.name, since) or not all(map(store.read, step.needs)):
             continue
-        if not budget.admits(expected(step, models.loaded)):
-            print(f"{step.name}: not begun, {budget.left:.0f} s are left")
+        left = until - time.time()
+        if not begins(step, models.loaded, left):
+            print(f"{step.name}: not begun, {left:.0f} s are left")
             continue
-        limit = min(4 * expected(step, models.loaded), budget.left) + OVERTIME
+        limit = min(4 * expected(step, models.loaded), left) + OVERTIME
         context = Context(step, device, around["device"], sizes, models, store)
         if not run(context, around, limit) and not works(device):
             return BROKEN
@@ -221,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models_folder = Path(os.environ.get("DYNATREE_MODELS") or Path(tempfile.gettempdir()) / "dynatree-grown") / kind
     if options.worker:
         until, since = options.worker
-        return work(options.part, store, Budget(until), since, models_folder)
+        return work(options.part, store, until, since, models_folder)
     return drive(options, store)
 
 
@@ -242,44 +252,26 @@ def drive(options: argparse.Namespace, store: Store) -> int:
         if status == 0 or left == [name for name in names if not store.settled(name, since)]:
             break
         print(f"the process ended with status {status}; another goes on behind the step that it was at")
-    progress = Progress({name: store.read(name) for name in names})
     print(f"\n== part {options.part}: {time.time() - since:.0f} s")
-    for line in progress.lines():
+    became, lines = ending({name: store.read(name) for name in names})
+    for line in lines:
         print(line)
-    if status or progress.failed:
-        return 1
-    return 3 if progress.left else 0
+    return 1 if status else became
 
 
 def missing() -> list[str]:
     """Return a line for each missing dependency, with the steps that are skipped without it."""
-
-    def absent(names: Sequence[str]) -> str:
-        return ", ".join(name for name in names if not _found(name))
-
     lines = []
-    if needed := absent(NEEDED):
-        lines.append(f"missing: {needed}; the models cannot be run")
     for name, least in LEAST.items():
         found = version_of(name)
         if found and tuple(int(part) for part in found.split(".")[:2]) < least:
             lines.append(f"too old: {name} {found}, expected at least {'.'.join(map(str, least))}; no services run")
-    if absent(("triton",)):
-        lines.append("missing: triton; no kernel of the project runs, and no graph is captured")
-    if services := absent(OF_SERVICES):
-        lines.append(f"missing: {services}; no services run over sockets")
+    lines += [f"missing: {names}; {then}" for wanted, then in WITHOUT.items() if (names := absent(wanted))]
     if sanitized.tool() is None:
         lines.append(f"missing: {sanitized.TOOL}; accesses to memory are not checked")
     if commit() is None:
         lines.append("missing: the commit; expected it in DYNATREE_COMMIT")
     return lines or ["nothing is missing"]
-
-
-def _found(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
 
 
 if __name__ == "__main__":

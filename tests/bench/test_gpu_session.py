@@ -87,14 +87,11 @@ def test_tiny_figures_are_never_taken_for_others(tmp_path: Path) -> None:
 
 
 def test_a_step_begins_only_if_the_time_holds_it() -> None:
-    now = [0.0]
-    budget = keeping.Budget(100.0, lambda: now[0])
     step = keeping.Step("1-a", "bits:noise", 60, models=True)
-    assert budget.admits(step.seconds)
-    assert not budget.admits(session.expected(step, loaded=False)), "what must be loaded counts"
-    now[0] = 41.0
-    assert budget.left == 59.0
-    assert not budget.admits(session.expected(step, loaded=True))
+    assert session.begins(step, loaded=True, left=100.0)
+    assert session.begins(step, loaded=True, left=60.0)
+    assert not session.begins(step, loaded=False, left=100.0), "what must be loaded counts"
+    assert not session.begins(step, loaded=True, left=59.0)
 
 
 def test_a_part_ends_in_time() -> None:
@@ -230,27 +227,29 @@ def test_a_number_that_is_none_misses_its_bound() -> None:
 
 def test_the_end_of_a_part_tells_what_is_missing() -> None:
     bounds = [keeping.Bound("tokens", 0, most=0), keeping.Bound("waits", 3, most=2)]
-    progress = keeping.Progress(
-        {
-            "1-a": keeping.to_record(keeping.Measured({}, bounds=bounds)),
-            "1-b": {"status": "not measured", "reason": "no GPU"},
-            "1-c": {"status": "failed", "reason": "out of memory"},
-            "1-d": None,
-        }
-    )
-    assert progress.left == ["1-d"]
-    assert progress.failed == ["1-c"]
-    assert progress.lines() == [
+    records = {
+        "1-a": keeping.to_record(keeping.Measured({}, bounds=bounds)),
+        "1-b": {"status": "not measured", "reason": "no GPU"},
+        "1-c": {"status": "failed", "reason": "out of memory"},
+        "1-d": None,
+    }
+    status, lines = keeping.ending(records)
+    assert status == 1
+    assert lines == [
         "1-b: not measured: no GPU",
         "1-c: failed: out of memory",
         "1 of 2 bounds met",
         "waits: 3, expected at most 2: MISSED",
         "left for another call: 1-d",
     ]
+    del records["1-c"]
+    assert keeping.ending(records)[0] == 3, "one is left"
+    del records["1-d"]
+    assert keeping.ending(records)[0] == 0
 
 
 def test_what_is_not_installed_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "find_spec", lambda name: None if name in ("grpc_health", "triton") else object())
+    monkeypatch.setattr(keeping, "find_spec", lambda name: None if name in ("grpc_health", "triton") else object())
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
     monkeypatch.setattr(session, "version_of", {"grpcio": "1.75.9", "protobuf": "6.31.1"}.get)
     monkeypatch.delenv("DYNATREE_COMMIT", raising=False)

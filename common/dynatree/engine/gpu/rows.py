@@ -215,7 +215,7 @@ class RowBuffers:
         lengths, paths = self._host["rows"][piece.row :, 1], self._host["paths"][piece.row :]
         if segment.mask is None:
             seen = segment.start + piece.first  # slots that all rows of the piece see
-            mask = _causal(rows)
+            mask = np.tri(rows, dtype=bool)
         else:
             seen = segment.stop - segment.mask.shape[1]
             mask = segment.mask[piece.first : piece.stop].numpy()
@@ -259,7 +259,3 @@ class Staging:
         self.device.copy_(self.host, non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.device.device))
-
-
-def _causal(rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    return np.tri(rows, dtype=bool)
