@@ -444,7 +444,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "tools",
         "tools: the grammar is refused: the JSON schema 'parameters of the function f.1': these keywords are not supp",
     ),
-    "deep parameters": ({"tools": [a_tool("f", a=DEEP)]}, None, "recursion limit"),
+    "deep parameters": (
+        {"tools": [ADD, a_tool("f", a=DEEP)]},
+        "tools.1.function.parameters.properties.a" + ".not" * 15,
+        "tools.1.function.parameters.properties.a.not.not",
+    ),
+    "a deep schema": ({"guided_json": {"é": [1, DEEP]}}, "guided_json.é.1" + ".not" * 21, "recursion limit exceeded"),
     "required arguments of no kind": (
         {**FORCED, "tools": [{"type": "function", "function": {"name": "f", "parameters": ODD}}]},
         "tools",
