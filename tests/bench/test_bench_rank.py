@@ -48,21 +48,28 @@ def ranked(prompts: int = 1, **seconds: float) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "best", "words"),
+    ("seconds", "best", "words", "slower"),
     [
-        ({"slow": 4.0, "fast": 0.5, "none": 1.0}, "fast", "use fast: 4.00 x plain decoding, where none gives 2.00 x"),
-        ({"slow": 1.5, "none": 1.0}, "none", "use none: no draft model pays"),
-        ({"slow": 4.0, "none": 2.5}, "none", "use none: no draft model pays"),
+        (
+            {"slow": 4.0, "fast": 0.5, "none": 1.0},
+            "fast",
+            "use fast: 4.00 x plain decoding, where none gives 2.00 x",
+            "slow",
+        ),
+        ({"slow": 1.5, "none": 1.0, "odd one": 3.0}, "none", "use none: no draft model pays", "slow, odd one"),
+        ({"slow": 4.0, "none": 2.5}, "none", "use none: no draft model pays", "slow"),
+        ({"fast": 0.5, "none": 1.0}, "fast", "use fast: 4.00 x plain decoding", None),
     ],
 )
-def test_the_fastest_draft_is_recommended_if_it_pays(
-    seconds: dict[str, float], best: str, words: str, capsys: pytest.CaptureFixture[str]
+def test_the_fastest_draft_is_recommended_if_it_pays_and_slow_ones_are_named(
+    seconds: dict[str, float], best: str, words: str, slower: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = ranked(autoregressive=2.0, **seconds)
     assert recommended(frame(report)) == best
     print_report(report)
     out = capsys.readouterr().out
     assert words in out
+    assert (f"\nslower than none: {slower}; use none instead" in out) == (slower is not None)
     assert "odd is not ranked: it has no bytes" in out
     order = sorted({"(plain decoding)": 2.0, **seconds}.items(), key=lambda item: item[1])
     places = [out.index(f"\n{label} ") for label, _ in order]

@@ -1,5 +1,6 @@
 """Tests `dynatree distill`: what training changes, how it continues after an interruption, and what is refused."""
 
+import argparse
 import errno
 import itertools
 import json
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from dynatree.cli.checks import check_pair
 from dynatree.cli.main import main
 from dynatree.common.errors import StartupError
 from dynatree.distill import command, distillation, outcome
+from dynatree.distill.arguments import add_arguments
 from dynatree.distill.command import load_target
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
@@ -86,8 +89,62 @@ def distil(target, labels, out, *, end=None, resume=False, answers=0.0):
     if folder.state.exists():
         training.load(folder.state)
     tokenizer = load_tokenizer(str(target))
-    Distillation(folder, training, labeller_of(target), tokenizer, torch.float32, answers, STEPS / 2).run()
+    labeller = labeller_of(target)
+    held_back = {"text": labeller.held_back(answers=False)}
+    Distillation(folder, training, labeller, held_back, tokenizer, torch.float32, answers, STEPS / 2).run()
     return training
+
+
+class Command:
+    """`dynatree distill` for ten minutes of a clock that goes on by 10 seconds at each look.
+
+    Loading the target takes a minute, and so does measuring the outcome.
+    """
+
+    def __init__(self, target, out, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(command, "load_target", lambda model: self.after_a_minute(load_target(model)))
+        monkeypatch.setattr(command, "outcome", self.outcome)
+        monkeypatch.setattr(distillation, "LABELLING", 0.1)
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        line = ("--target-model", target, "--texts", TEXT, "--out", out, "--minutes", 10, "--answers", 0)
+        command.run(parser.parse_args([*map(str, line)]), self.now, self.clock)
+
+    def clock(self):
+        self.now += 10
+        return self.now
+
+    def after_a_minute(self, value):
+        self.now += 60
+        return value
+
+    def outcome(self, model, out, held_back, end, clock):
+        self.left = end - self.now
+        return self.after_a_minute([])
+
+
+def test_the_whole_command_takes_its_minutes(target, tmp_path, monkeypatch, capsys):
+    ended = Command(target, tmp_path / "out", monkeypatch)
+    assert ended.left >= 60
+    assert 600 - 120 <= ended.now <= 600 + 20
+    times = re.fullmatch(
+        r"loading (\d):(\d\d), training (\d):(\d\d), measuring (\d):(\d\d)", capsys.readouterr().out.splitlines()[-1]
+    )
+    minutes = [int(times[place]) + int(times[place + 1]) / 60 for place in (1, 3, 5)]
+    assert sum(minutes) == ended.now / 60
+    assert minutes[0] < 2 < 4 < minutes[1]
+
+
+def test_one_seed_gives_one_student_whatever_the_machine_does_beside(target, tmp_path, monkeypatch):
+    drafts = []
+    for name, powers in (("first", (0, 1, 2, 3)), ("second", (3, 2, 1, 0))):
+        seconds = itertools.accumulate(1e6**power for power in itertools.cycle(powers))
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "perf_counter", lambda seconds=seconds: next(seconds))
+            Command(target, tmp_path / name, patched)
+        drafts.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert drafts[0] == drafts[1]
 
 
 @pytest.fixture
@@ -172,7 +229,7 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "outcome", lambda *_: ["done"])
     line = ("--target-model", path, "--texts", TEXT, "--out", tmp_path / "out", "--minutes", 1e-4, "--answers", 0)
     assert main(["distill", *map(str, line)]) == 0
-    assert capsys.readouterr().out.endswith("done\n")
+    assert capsys.readouterr().out.splitlines()[-2] == "done"
     check_pair(str(path), str(tmp_path / "out"))
     short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
     with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
@@ -224,14 +281,16 @@ def test_a_draft_that_would_be_refused_is_not_trained(tmp_path, capsys):
 
 
 def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):
-    monkeypatch.setattr(outcome, "PROMPTS", 1)
+    monkeypatch.setattr(outcome, "PROMPTS", 3)  # of which the time allows one
     monkeypatch.setattr(outcome, "NEW_TOKENS", 12)
-    target, draft = map(str, (embedded.target_path(), embedded.draft_path()))
+    monkeypatch.setattr(outcome, "LEAST_GAIN", 1e6)
+    target, draft = str(embedded.target_path()), embedded.draft_path()
     tokens = torch.tensor(load_tokenizer(target)(TEXT.read_text())["input_ids"])
-    lines = list(outcome.outcome(target, draft, tokens))
-    rows = [
-        re.fullmatch(r"  temperature (\S+), (.*): (\S+) tokens a round, .*, (\S+) x plain", line) for line in lines[1:]
-    ]
+    (first, *lines, last) = outcome.outcome(target, draft, tokens, end=0.0)
+    assert "from 1 held-back prompts" in first
+    assert last.startswith("no faster than n-grams alone at temperature 0 and 0.7: use --draft-model none or ")
+    assert outcome._advice([], draft) == f"use it: --draft-model {draft}"
+    rows = [re.fullmatch(r"  temperature (\S+), (.*): (\S+) tokens a round, .*, (\S+) x plain", line) for line in lines]
     names = ["n-grams alone", "a chain", "the default tree"]
     assert [row.group(1, 2) for row in rows] == [(each, name) for each in ("0", "0.7") for name in names]
     assert all(1 <= float(row[3]) <= 12 and float(row[4]) > 0 for row in rows)

@@ -316,6 +316,19 @@ def test_what_would_be_answered_wrongly_is_refused_by_name(refused, words):
     [
         (regex("(a"), "the regular expression is refused: the pattern (a: unclosed group"),
         (
+            regex("b" * 5000 + "(a"),
+            f"the regular expression is refused: the pattern {'b' * 95}…{'b' * 98}(a: unclosed group",
+        ),
+        (
+            Grammar(GrammarKind.LARK, f"start: X\nX: /{'b' * 300}(/"),
+            f"the grammar is refused: line 2, column 4: the pattern {'b' * 95}…{'b' * 99}(: unclosed group",
+        ),
+        (
+            schema({"type": "string", "pattern": "(?!a)" + "b" * 5000}),
+            f"the JSON schema is refused: the pattern (?!a){'b' * 90}…{'b' * 100}: look-around, including look-ahead "
+            "and look-behind, is not supported",
+        ),
+        (
             regex("(?=a)b"),
             "the regular expression is refused: the pattern (?=a)b: look-around, including look-ahead and look-behind, "
             "is not supported",
@@ -323,6 +336,11 @@ def test_what_would_be_answered_wrongly_is_refused_by_name(refused, words):
         (
             regex(r"a\b"),
             r"the regular expression is refused: look-around and word boundaries are not supported: /a\b/",
+        ),
+        (
+            regex(r"a\b" + "b" * 5000),
+            "the regular expression is refused: look-around and word boundaries are not supported: "
+            rf"/a\b{'b' * 43}…{'b' * 99}/",
         ),
         (Grammar(GrammarKind.LARK, "start: other"), 'the grammar is refused: line 1, column 8: unknown name: "other"'),
         (

@@ -253,6 +253,12 @@ def _rank(report: Report) -> Iterator[Table]:
         if best != NO_MODEL:
             told = f"{figure(over[best])} x plain decoding, where none gives {figure(over.get(NO_MODEL))} x"
         reasons = [f"{draft} is not ranked: {reason}" for draft, reason in refused.items()]
+        least = over[NO_MODEL].median if NO_MODEL in over else 0
+        slower = [label for label in over if label not in (PLAIN.label, NO_MODEL) and over[label].median < least]
+        if slower:
+            reasons += [
+                f"slower than none: {', '.join(slower)}; use none instead, or a draft that `dynatree distill` makes"
+            ]
         notes = [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}", *_doubts(runs, best)]
         yield Table.of(f"Drafts, {title}", rows, notes)
 

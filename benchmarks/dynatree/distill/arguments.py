@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 text or JSON Lines, or a folder of such files; repeatable",
     )
     training.add_argument(
-        "--minutes", type=_minutes, default=60.0, metavar="M", help="length of the training (default: %(default)g)"
+        "--minutes", type=_minutes, default=60.0, metavar="M", help="length of the command (default: %(default)g)"
     )
     training.add_argument(
         "--answers",
@@ -58,11 +59,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         StartupError: The target, the texts or the folder cannot be used, or the disk is full.
     """
+    begun = time.monotonic()
     check_packages("distill")
     check_model(options.target_model)
     Folder(options.out).check(options.resume)
     raise_interrupts()
-    status: int = import_module("dynatree.distill.command").run(options)
+    status: int = import_module("dynatree.distill.command").run(options, begun)
     return status
 
 

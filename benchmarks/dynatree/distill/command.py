@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from transformers.utils import logging as transformers_logging
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
-from dynatree.distill.distillation import Distillation
+from dynatree.distill.distillation import Distillation, minutes
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import Labeller
 from dynatree.distill.outcome import outcome
 from dynatree.distill.student import check_head, cut, default_layers, dense, from_config, kept_layers
 from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
-from dynatree.distill.training import Training, faster_dtype
+from dynatree.distill.training import Training
+from dynatree.engine.cpu.packing import can_pack
 from dynatree.engine.examined import WITHOUT_ATTENTION, display_name, examined, examined_config, unloadable
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
@@ -29,17 +31,23 @@ from dynatree.engine.quantized.loading import method_of
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.support.families import recurs
 
+MEASURING = 0.1  # share of the time in which the outcome is measured; the loading of both models comes before it
 
-def run(options: argparse.Namespace) -> int:
-    """See `arguments.run`."""
+
+def run(options: argparse.Namespace, begun: float, clock: Callable[[], float] = time.monotonic) -> int:
+    """See `arguments.run`; the command began at `begun` of the clock, in seconds."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = str(embedded.target_path()) if options.target_model == embedded.NAME else options.target_model
     tokenizer: Any = load_tokenizer(model)
     texts = read_texts(options.texts, tokenizer)
-    _train(options, model, texts, tokenizer)
-    for line in outcome(model, str(options.out), texts.held_back):
+    end = begun + 60 * options.minutes
+    prepared = _train(options, model, texts, tokenizer, begun, clock)
+    trained = clock()
+    for line in outcome(model, options.out, texts.held_back, end, clock):
         print(line, flush=True)
+    times = (prepared - begun, trained - prepared, clock() - trained)
+    print("loading {}, training {}, measuring {}".format(*map(minutes, times)), flush=True)
     return 0
 
 
@@ -68,10 +76,17 @@ def load_target(model: str) -> PreTrainedModel:
     return loaded
 
 
-def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any) -> None:
-    """Train the draft of `--out`; the target is freed in the end."""
-    dtype = faster_dtype()
+def _train(
+    options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any, begun: float, clock: Callable[[], float]
+) -> float:
+    """Train the draft of `--out`, and return when that began; the target is freed in the end.
+
+    Half of the command's minutes are for the training even if loading and measuring take the rest and longer.
+    """
+    dtype = torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
+    before = clock()
     target = load_target(model)
+    loading = clock() - before
     saved = target.dtype
     config = target.config.get_text_config()
     shape: Sequence[int] | str
@@ -103,7 +118,12 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
         target.to(dtype)  # type: ignore[arg-type]
     labeller = Labeller(target, texts, chat_frame(tokenizer), options.seed)
     folder.begin(dependencies, options.resume)
-    training = Training(student, 60 * options.minutes, options.seed, folder.labels, dtype)
+    held_back = {"text": labeller.held_back(answers=False)}
+    if options.answers:
+        held_back["answers"] = labeller.held_back(answers=True)
+    total, prepared = 60 * options.minutes, clock()
+    seconds = max(total * (1 - MEASURING) - (prepared - begun) - 2 * loading, total / 2)
+    training = Training(student, seconds, options.seed, folder.labels, dtype, clock)
     if folder.state.exists():
         training.load(folder.state)
     trained = sum(each.numel() for each in student.parameters() if each.requires_grad)
@@ -112,4 +132,5 @@ def _train(options: argparse.Namespace, model: str, texts: Texts, tokenizer: Any
         f"parameters of {student.num_parameters() / 1e6:.1f} M, in {str(dtype).removeprefix('torch.')}",
         flush=True,
     )
-    Distillation(folder, training, labeller, tokenizer, saved, options.answers).run()
+    Distillation(folder, training, labeller, held_back, tokenizer, saved, options.answers).run()
+    return prepared

@@ -25,6 +25,7 @@ class Distillation:
         folder: Where everything is kept.
         training: The student and its position.
         labeller: The target.
+        held_back: Labels of texts that are not trained on, by what they are.
         tokenizer: The target's tokenizer, which is saved with the draft.
         dtype: Data type of the saved draft.
         answers: Share of the files of labels that hold answers of the target.
@@ -36,6 +37,7 @@ class Distillation:
         folder: Folder,
         training: Training,
         labeller: Labeller,
+        held_back: dict[str, Labels],
         tokenizer: Any,
         dtype: torch.dtype,
         answers: float,
@@ -44,11 +46,11 @@ class Distillation:
         self._folder = folder
         self._training = training
         self._labeller = labeller
+        self._held_back = held_back
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._answers = answers
         self._checkpoint_seconds = checkpoint_seconds
-        self._held_back: dict[str, Labels] = {}
 
     def run(self) -> None:
         """Train, and write a checkpoint at the end.
@@ -57,15 +59,12 @@ class Distillation:
             StartupError: A file cannot be written; the last checkpoint stays.
         """
         position, seconds = self._training.position, self._training.seconds
-        self._held_back = {"text": self._labeller.held_back(answers=False)}
-        if self._answers:
-            self._held_back["answers"] = self._labeller.held_back(answers=True)
-        print(f"before: {self._agreement()}", flush=True)
         self._training.begin()
+        print(f"before: {self._agreement()}", flush=True)
         saved = shown = position.seconds
         loss: float | None = None
         while position.seconds < seconds:
-            if position.files == 0 or position.labelling < LABELLING * position.seconds:
+            if position.files == 0 or self._label_next():
                 self._label(position.files)
                 position.files += 1
                 position.labelling += self._training.tick()
@@ -81,6 +80,12 @@ class Distillation:
             if agreement or position.seconds >= shown + LINE_SECONDS:
                 shown = position.seconds
                 print(self._line(loss, agreement), flush=True)
+
+    def _label_next(self) -> bool:
+        """Whether the target has worked less than its share, and its next file will not take longer than is left."""
+        position = self._training.position
+        ends = position.seconds + position.labelling / position.files
+        return position.labelling < LABELLING * position.seconds and ends <= self._training.seconds
 
     def _label(self, number: int) -> None:
         """Write a file of labels, unless it is there from before an interruption."""
@@ -109,7 +114,7 @@ class Distillation:
         trained = position.steps * BATCH * LENGTH
         training = position.seconds - position.labelling
         parts = [
-            f"{_clock(position.seconds)}, {_clock(max(seconds - position.seconds, 0))} left",
+            f"{minutes(position.seconds)}, {minutes(max(seconds - position.seconds, 0))} left",
             f"step {position.steps}",
             f"{position.files * SEQUENCES * LENGTH / 1e6:.2f} M tokens labelled",
             f"{trained / 1e6:.2f} M trained, {trained / max(training, 1e-9):.0f} a second",
@@ -119,5 +124,6 @@ class Distillation:
         return "; ".join(part for part in parts if part)
 
 
-def _clock(seconds: float) -> str:
+def minutes(seconds: float) -> str:
+    """Return a time in minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,9 +17,12 @@ from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
 from dynatree.replay.machines import Curve, Machine
 from dynatree.replay.recorder import MOST_NODES, Recorder
+from dynatree.replay.recording import RecordedRun
 from dynatree.replay.runs import Settings, Task, groups, replay_group
 
 PROMPTS = 6
+TEMPERATURES = (0.0, 0.7)
+LEAST_GAIN = 1.02  # of a draft that pays, over n-grams alone
 PROMPT_TOKENS = 64
 NEW_TOKENS = 48
 LEAST_PROB = 1 / 32
@@ -26,13 +31,17 @@ ROUND_SECONDS, LEVEL_SECONDS = 0.0024, 0.0005
 _TARGET_ROWS, _DRAFT_ROWS = 64, 6  # largest forward passes that are measured
 
 
-def outcome(target: str, draft: str, held_back: Tensor) -> Iterator[str]:
-    """Yield lines that say how many tokens a round commits on held-back text, and how much faster that is.
+def outcome(
+    target: str, draft: Path, held_back: Tensor, end: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[str]:
+    """Yield lines that say how many tokens a round commits on held-back text, how much faster that is, and what to do.
 
     Args:
         target: The target, as `--target-model` names it.
         draft: The folder of the draft.
         held_back: Held-back tokens, `[tokens]`.
+        end: The time of `clock` at which prompts are left out, but one.
+        clock: Returns the time in seconds.
 
     Raises:
         StartupError: One of the models cannot be served.
@@ -43,7 +52,7 @@ def outcome(target: str, draft: str, held_back: Tensor) -> Iterator[str]:
         ),
         load_engine(
             ModelSettings(
-                draft,
+                str(draft),
                 "cpu",
                 sessions=1,
                 speculative_slots=2 * MOST_NODES,
@@ -64,20 +73,38 @@ def outcome(target: str, draft: str, held_back: Tensor) -> Iterator[str]:
     )
     starts = torch.linspace(0, len(held_back) - PROMPT_TOKENS, PROMPTS).long().tolist()
     prompts = [held_back[start : start + PROMPT_TOKENS].tolist() for start in starts]
-    runs = [
-        recorder.record(0, number, prompt, NEW_TOKENS, temperature, number)
-        for temperature in (0.0, 0.7)
-        for number, prompt in enumerate(prompts)
-    ]
-    yield f"expected on this machine, from {PROMPTS} held-back prompts and {NEW_TOKENS} new tokens each:"
+    runs: list[RecordedRun] = []
+    begun = clock()
+    for number, prompt in enumerate(prompts):
+        if number and clock() + (clock() - begun) / number > end:
+            break
+        runs += [recorder.record(0, number, prompt, NEW_TOKENS, each, number) for each in TEMPERATURES]
+    count = len(runs) // len(TEMPERATURES)
+    yield f"expected on this machine, from {count} held-back prompts and {NEW_TOKENS} new tokens each:"
+    slow: list[str] = []
     for group in groups(runs):
+        speeds: list[float] = []
         for name, method in (("n-grams alone", "ngram"), ("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
             result = replay_group(Task(Method(method, method), machine, group, Settings()))
+            speeds.append(result.speedup)
             acceptance = "none drafted" if result.acceptance is None else f"acceptance {result.acceptance:.0%}"
             yield (
                 f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
                 f"{acceptance}, {result.speedup:.2f} x plain"
             )
+        if speeds[-1] <= LEAST_GAIN * speeds[0]:
+            slow.append(f"{group.temperature:g}")
+    yield _advice(slow, draft)
+
+
+def _advice(slow: list[str], draft: Path) -> str:
+    """Say whether to use a draft that does not pay at some temperatures."""
+    if not slow:
+        return f"use it: --draft-model {draft}"
+    return (
+        f"no faster than n-grams alone at temperature {' and '.join(slow)}: use --draft-model none or self:int4 "
+        "instead, or train on: --resume with more --minutes, or anew with more --texts or other --layers"
+    )
 
 
 def _curve(info: ModelInfo) -> Curve:

@@ -183,17 +183,3 @@ def rate_share(done: float) -> float:
         return 0.02 + 0.98 * done / WARM_UP
     falling = min((done - WARM_UP) / (1 - WARM_UP), 1.0)
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * falling))
-
-
-def faster_dtype() -> torch.dtype:
-    """Return bfloat16 if this CPU multiplies faster in it than in float32."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix = torch.ones(1024, 1024, dtype=dtype)
-        functional.linear(matrix, matrix)
-        begun = time.perf_counter()
-        for _ in range(3):
-            functional.linear(matrix, matrix)
-        return time.perf_counter() - begun
-
-    return min((torch.float32, torch.bfloat16), key=seconds)

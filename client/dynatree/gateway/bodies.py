@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from codecs import BOM_UTF8
 from typing import TypeVar
 
@@ -12,12 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from dynatree.gateway.counts import VALUE_BYTES, Counts
 from dynatree.gateway.encoding import aside
-from dynatree.gateway.errors import ApiError, client_disconnected
+from dynatree.gateway.errors import LONGEST_PARAM, ApiError, client_disconnected
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.open_requests import OpenRequest
 
 LONG_BYTES = 2**16  # a longer body is parsed on a worker thread
 COUNTED_BYTES = 2**14  # counted between two yields to the event loop
+_TOO_DEEP = re.compile(r"recursion limit exceeded at line (\d+) column (\d+)")
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -74,14 +76,31 @@ async def _read(request: Request, open_request: OpenRequest, limits: Limits) -> 
 
 
 def _parsed(body: bytes, model: type[Body]) -> Body:
+    body = body.removeprefix(BOM_UTF8)  # some Windows programs write one
     try:
-        fields = from_json(body.removeprefix(BOM_UTF8))  # some Windows programs write a byte order mark
+        fields = from_json(body)
     except ValueError as error:
+        found = _TOO_DEEP.match(str(error))
+        if found and body.lstrip().startswith(b"{"):
+            name = _last_path(body, *map(int, found.groups()))
+            raise ApiError(400, f"{name} is nested too deeply: {error}", param=name, code="invalid_value") from None
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         raise ApiError.of_body(error, fields) from None
+
+
+def _last_path(body: bytes, line: int, column: int) -> str:
+    """Return the path, as long as an error's may be, of the last value before a place in a body; both count from 1."""
+    lines = body.split(b"\n")[:line]
+    lines[-1] = lines[-1][: column - 1]
+    value = from_json(b"\n".join(lines), allow_partial=True)
+    path = ""
+    while isinstance(value, dict | list) and value:
+        key = [*value][-1] if isinstance(value, dict) else len(value) - 1
+        path, value = f"{path}.{key}", value[key]
+    return path[1 : LONGEST_PARAM + 1].rstrip(".")
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -7,19 +7,20 @@ import re
 from llguidance import LLMatcher
 
 LONGEST_REASON = 500  # characters
+_LONGEST_LINE = 200  # characters of a line of it, which may quote a whole expression
 _READ = 4000  # characters of a reason that are read
+
+# An expression that is quoted before what is wrong with it; one that is a whole grammar of one rule has no other place.
+_QUOTED = re.compile(r'\A(?:at 1\(8\): |((?:at )?\d+\(\d+\): ))invalid regex "[^"\\]*(?:\\.[^"\\]*)*" \(in regex\): ')
 
 # Words of llguidance, and those that replace them, in this order
 _WORDS = tuple(
     (re.compile(theirs, re.DOTALL), ours)
     for theirs, ours in (
-        (r"\n<state>.*", ""),
         # the lines of the grammar, which for an expression is not the request's
-        (r"\n +\d+ \| [^\n]*(\n +\d+ \| [^\n]*|\n *\^)*", ""),
-        (r'^at 1\(8\): invalid regex ".*?" \(in regex\): ', ""),  # an expression is a grammar of one rule
-        (r'invalid regex ".*?" \(in regex\): ', ""),
+        (r"\n +\d+ \| [^\n]*(\n +\d+ \| [^\n]*|\n[ …]*\^)*", ""),
         (r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: "),
-        (r"regex parse error:\n {4}(.*?)\n *\^+\nerror: ", r"the pattern \1: "),
+        (r"regex parse error:\n {4}(.*?)\n[ …^]+\nerror: ", r"the pattern \1: "),
         (r"lookarounds not supported yet; \w+ in regex ", "look-around and word boundaries are not supported: "),
         (r"Unimplemented keys: \[(.*?)\]", r"these keywords are not supported: \1"),
         (
@@ -39,7 +40,13 @@ _WORDS = tuple(
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a matcher has failed, in at most `LONGEST_REASON` characters."""
-    reason = matcher.get_error()[:_READ]
+    reason = _QUOTED.sub(r"\1", matcher.get_error().partition("\n<state>")[0])
+    reason = _ends("\n".join(_ends(line, _LONGEST_LINE) for line in reason.split("\n")), _READ)
     for theirs, ours in _WORDS:
         reason = theirs.sub(ours, reason, count=1)
-    return reason.strip()[:LONGEST_REASON]
+    return _ends(reason.strip(), LONGEST_REASON)
+
+
+def _ends(text: str, most: int) -> str:
+    """Return a text without its middle, where a reason quotes the request, if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
