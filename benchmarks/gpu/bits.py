@@ -23,6 +23,7 @@ from dynatree.engine.forward.scores import Scores
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.decisions import choices_by_triton, chosen, ranking, ranks_by_triton
+from dynatree.engine.gpu.fixed_rows import TARGET_ROWS
 from dynatree.engine.gpu.rows import RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import by_torch, by_triton, tile_rows
 from dynatree.engine.kv.kv_range import KVRange
@@ -33,7 +34,6 @@ from dynatree.engine.sampling.gumbel import NoiseStream, gumbel
 if TYPE_CHECKING:
     from session import Context
 
-ROWS = (32, 64, 128, 256)
 LINEAR = ((2560, 7680, True), (2560, 2560, True), (2560, 10240, True), (10240, 2560, True), (2560, 50304, False))
 TINY_LINEAR = ((64, 192, True), (64, 512, False))
 LONGEST = 2304  # slots of a session: its context, and a tree
@@ -57,10 +57,10 @@ def linear_bits(context: Context) -> Measured:
         generator = torch.Generator(context.device).manual_seed(inputs + outputs)
         weight = _random((outputs, inputs), torch.bfloat16, context.device, generator) * inputs**-0.5
         bias = _random((outputs,), torch.bfloat16, context.device, generator) if has_bias else None
-        for rows in ROWS:
+        for rows in TARGET_ROWS:
             differing = sum(_moved_rows(weight, bias, rows, generator) for _ in range(3))
             found.append({"inputs": inputs, "outputs": outputs, "bias": has_bias, "rows": rows, "differing": differing})
-    by_rows = {rows: sum(each["differing"] for each in found if each["rows"] == rows) for rows in ROWS}
+    by_rows = {rows: sum(each["differing"] for each in found if each["rows"] == rows) for rows in TARGET_ROWS}
     equal = [rows for rows, differing in by_rows.items() if not differing]
     says = f"(a) Rows of linear layers in bfloat16 have equal bits wherever they stand, at R = {equal or 'NONE'}."
     bounds = [Bound(f"differing rows at R = {rows}", differing, most=0) for rows, differing in by_rows.items()]
