@@ -29,16 +29,16 @@ def comparison() -> Report:
     return new_report("compare", runs, dtype="bfloat16")
 
 
-def beside_llama_cpp() -> Report:
+def beside_llama_cpp(name: str = "llama.cpp") -> Report:
     """Return a record of two prompts: plain 10, llama.cpp 8, 12.5 and 16, throughput 20 and 40 tokens/s."""
     runs = [
         new_run(label, seconds, prompt=prompt)
         for prompt in range(2)
         for label, seconds in (
             ("autoregressive", 2.0),
-            ("llama.cpp", 2.5),
-            ("llama.cpp, drafting 3", 1.6),
-            ("llama.cpp, drafting 5", 1.25),
+            (name, 2.5),
+            (f"{name}, drafting 3", 1.6),
+            (f"{name}, drafting 5", 1.25),
             ("throughput", 1.0 / (1 + prompt)),
         )
     ]
@@ -54,6 +54,8 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         save(comparison(), tmp_path / f"{name}.json.gz")
     for name in ("wikitext-2", "book"):
         save(beside_llama_cpp(), tmp_path / f"llama-cpp-{name}.json.gz")
+        for kind in found.QUANTISED:
+            save(beside_llama_cpp(f"llama.cpp {kind}"), tmp_path / f"llama-cpp-{name}-{kind}.json.gz")
     save(costs_report(), tmp_path / "costs.json.gz")
     save(load_report(), tmp_path / "many-clients.json.gz")
     monkeypatch.setattr(found, "RESULTS", tmp_path)
@@ -91,6 +93,15 @@ def test_the_headline(figures: ModuleType) -> None:
     assert "best of llama.cpp's draft lengths, which were 3, 5 tokens." in figures.headline_conditions()
     assert "3.0 to 3.0 times as fast as its own plain decoding" in figures.headline_summary()
     assert "1.9 to 1.9 times as fast as llama.cpp with the same draft" in figures.headline_summary()
+    assert "in 8 and 4 bits, it is 1.9 to 1.9 times as fast as llama.cpp with weights of" in figures.headline_summary()
+
+
+def test_quantised_weights_are_beside_the_fastest_of_llama_cpp(figures: ModuleType) -> None:
+    _, _, *body = rows(figures.quantised())
+    assert [row[0] for row in body] == [each for each in ("int8, Q8_0", "int4, Q4_K_M", "int4, Q4_0") for _ in range(2)]
+    for row in body:
+        assert row[2:6] == ["8.0", "16.0, drafting 5", "10.0", "30.0 (20.0-40.0)"]
+        assert row[-2:] == ["0 of 2", "1 of 2 from its own"]
 
 
 def test_tuned_methods_have_one_row_over_all_texts(figures: ModuleType) -> None:
@@ -108,7 +119,7 @@ def test_tuned_methods_have_one_row_over_all_texts(figures: ModuleType) -> None:
 def test_outputs_that_part_are_counted_with_their_margins(figures: ModuleType) -> None:
     table = {row[0]: row[1:] for row in rows(figures.parting())[2:]}
     assert table["transformers, assisted"] == ["10", "5", "0.125 to 0.125"]
-    assert table["**DynaTree** (`throughput`)"] == ["14", "0", "-"]
+    assert table["**DynaTree** (`throughput`)"] == ["26", "0", "-"]
 
 
 def test_costs_and_clients(figures: ModuleType) -> None:
