@@ -288,61 +288,6 @@ def test_the_forms_of_calls(text: str, content: str, calls: list[tuple[str, Any]
     assert read(list(text)) == (content, calls)
 
 
-XML_CALL = "<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n<parameter=day>\n3\n</parameter>\n</function>"
-WHOLE_CALLS = [("weather", {"city": "Łódź", "day": 3}), ("add", {"a": {"b": [1, {"c": "}"}]}})]
-WHOLE_F = call("weather", WHOLE_CALLS[0][1])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"{tagged(WHOLE_F)}\n{tagged(G)}",
-        f"{WHOLE_F}; {G}",
-        f'<|python_tag|>{{"type": "function", {WHOLE_F[1:]}',
-        f"[{WHOLE_F}, {G}]",
-        f"[TOOL_CALLS] [{WHOLE_F}, {G}]",
-        'weather{"city": "Łódź", "day": 3}add{"a": {"b": [1, {"c": "}"}]}}',
-        f"{tagged(XML_CALL)}\n{tagged(XML_CALL)}",
-    ],
-)
-def test_a_call_that_the_end_of_an_answer_cuts_has_the_arguments_so_far_and_is_no_text(text: str) -> None:
-    expected = [WHOLE_CALLS[0]] * 2 if XML_CALL in text else WHOLE_CALLS
-    assert read([text])[1] == expected[: len(read([text])[1])]
-    lengths = []
-    for end in range(len(text)):
-        cut = text[:end]
-        for pieces in ([cut], list(cut)):
-            reader = CallReader(NAMES, required=True)
-            parts = [*map(reader.push, pieces), reader.end(cut=True)]
-            calls = [each for _, found in parts for each in found]
-            assert "".join(content for content, _ in parts) == ""
-            assert reader.calls == len(calls)
-            for place, each in enumerate(calls):
-                written_ = written(expected[place][1])
-                assert each.name == expected[place][0]
-                assert written_ == each.arguments or (place == len(calls) - 1 and written_.startswith(each.arguments))
-        lengths.append((len(calls), len(calls[-1].arguments) if calls else 0))
-        if CALL_BEGIN in cut:
-            free = CallReader(NAMES)
-            parts = [free.push(f"So:\n{cut}"), free.end(cut=True)]
-            content = "".join(content for content, _ in parts)
-            assert content.startswith("So:")
-            assert CALL_BEGIN.startswith(content.removeprefix("So:").strip())
-    assert lengths == sorted(lengths)
-    assert len({*lengths}) > 3
-
-
-@pytest.mark.parametrize(
-    "text",
-    [f"{F} is a call", '{"name": "Oslo", "parameters": {"a', '{"type": "car", "name": "add', "add", "[1, 2", "a <"],
-)
-def test_a_free_answer_that_is_no_call_stays_text_where_it_is_cut(text: str) -> None:
-    for pieces in ([text], list(text)):
-        reader = CallReader(NAMES)
-        parts = [*map(reader.push, pieces), reader.end(cut=True)]
-        assert ("".join(content for content, _ in parts), reader.calls) == (text, 0)
-
-
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
     for name, parameters in {

@@ -223,27 +223,6 @@ def test_a_required_call_is_made(served: Served) -> None:
     assert choice.finish_reason in ("tool_calls", "length")
 
 
-def test_a_call_that_max_tokens_cuts_has_the_arguments_so_far_and_is_no_text(served: Served) -> None:
-    answer = served.chat(**FORCED)
-    [whole] = answer.choices[0].message.tool_calls
-    tokens, told = answer.usage.completion_tokens, []
-    for count in (1, *range(tokens // 3, tokens, 3)):
-        [choice] = served.chat(**FORCED, max_tokens=count).choices
-        assert (choice.message.content, choice.finish_reason) == (None, "length")
-        calls = [(each.function.name, each.function.arguments) for each in choice.message.tool_calls or ()]
-        assert all(name == whole.function.name and whole.function.arguments.startswith(rest) for name, rest in calls), (
-            calls
-        )
-        content, streamed, reason = "", [], None
-        for chunk in served.chat(**FORCED, max_tokens=count, stream=True):
-            content += chunk.choices[0].delta.content or ""
-            streamed += [each.function for each in chunk.choices[0].delta.tool_calls or ()]
-            reason = chunk.choices[0].finish_reason
-        assert (content, [(each.name, each.arguments) for each in streamed], reason) == ("", calls, "length")
-        told += calls
-    assert any(rest != whole.function.arguments for _, rest in told), (told, whole)
-
-
 def test_without_parallel_calls_there_is_exactly_one(served: Served) -> None:
     choices = served.chat(**FORCED, n=4).choices
     found = [calls_of(each.message) for each in choices]

@@ -113,8 +113,7 @@ class TextAnswer(_Named):
 class ChatAnswer(_Named):
     """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
 
-    `functions` has the schema of the parameters of each function that the answer may call, by name; `must_call` says
-    whether it must call one.
+    `functions` has the schema of the parameters of each function that the answer may call, by name.
     """
 
     prefix = "chatcmpl"
@@ -122,18 +121,11 @@ class ChatAnswer(_Named):
     object = "chat.completion"
 
     def __init__(
-        self,
-        model: str,
-        texts: TokenTexts | None,
-        choices: int,
-        functions: Mapping[str, Json] | None = None,
-        *,
-        must_call: bool = False,
+        self, model: str, texts: TokenTexts | None, choices: int, functions: Mapping[str, Json] | None = None
     ) -> None:
         super().__init__(model, texts)
         self._choices = choices
         self._functions = functions or {}
-        self._must_call = must_call
         self._readers: dict[int, CallReader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:
@@ -144,9 +136,9 @@ class ChatAnswer(_Named):
         """Return the choice of a stream's chunk."""
         if not self._functions:
             return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
-        reader = self._readers.setdefault(index, CallReader(self._functions, required=self._must_call))
+        reader = self._readers.setdefault(index, CallReader(self._functions))
         before = reader.calls
-        text, calls = reader.push(text) if reason is None else reader.end(cut=reason == "length")
+        text, calls = reader.push(text) if reason is None else reader.end()
         delta: Json = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": before + place, **each.json} for place, each in enumerate(calls)]
@@ -158,15 +150,15 @@ class ChatAnswer(_Named):
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
         """Return the choice of a whole answer."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        told: str | None = reason
         if self._functions:
-            reader = CallReader(self._functions, required=self._must_call)
-            parts = [reader.push(text), reader.end(cut=reason == "length")]
-            message["content"] = "".join(content for content, _ in parts) or (None if text else "")
+            reader = CallReader(self._functions)
+            parts = [reader.push(text), reader.end()]
             if reader.calls:
+                message["content"] = "".join(content for content, _ in parts) or None
                 message["tool_calls"] = [call.json for _, calls in parts for call in calls]
-            told = reason_with_calls(reason, reader.calls)
-        return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": told}
+                told = reason_with_calls(reason, reader.calls)
+                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": told}
+        return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(
         self, token_ids: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs, offsets: Sequence[int]

@@ -146,7 +146,7 @@ class Gateway:
             cached_tokens=await self._models.tells_callers_apart(),
         )
         functions = {each.function.name: each.function.parameters or {} for each in body.callable}
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions, must_call=body.must_call)
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:

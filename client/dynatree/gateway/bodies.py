@@ -93,9 +93,10 @@ def _parsed(body: bytes, model: type[Body]) -> Body:
 
 def _last_path(body: bytes, line: int, column: int) -> str:
     """Return the path, as long as an error's may be, of the last value before a place in a body; both count from 1."""
-    lines = body.split(b"\n")[:line]
-    lines[-1] = lines[-1][: column - 1]
-    value = from_json(b"\n".join(lines), allow_partial=True)
+    begin = 0
+    for _ in range(line - 1):
+        begin = body.index(b"\n", begin) + 1
+    value = from_json(body[: begin + column - 1], allow_partial=True)
     path = ""
     while isinstance(value, dict | list) and value:
         key = [*value][-1] if isinstance(value, dict) else len(value) - 1

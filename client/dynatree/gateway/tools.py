@@ -8,7 +8,7 @@ import secrets
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from dynatree.gateway.no_effect import Body
 from dynatree.gateway.xml_calls import BEGIN as XML_BEGIN
-from dynatree.gateway.xml_calls import PARAMETER_END, call_rules, finite, objects
+from dynatree.gateway.xml_calls import call_rules, finite, objects
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
@@ -30,7 +30,6 @@ _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
 _XML_END = re.compile(r"(?:\n</parameter>|<function=[^>\n]{1,128}>)\n</function>\s{0,8}(?=</?tool_call>)")
 _LONGEST_END = 200  # characters of `_XML_END`
-_BETWEEN = re.compile(r"[\s;,\[\]}]*")  # calls
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
@@ -211,21 +210,16 @@ class CallReader:
 
     Args:
         functions: The schema of the parameters of each function, by name.
-        required: Whether the answer is calls alone.
     """
 
-    def __init__(self, functions: Mapping[str, Mapping[str, Any]], *, required: bool = False) -> None:
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         self._functions = functions
-        self._required = required
         self._names = names = functions.keys()
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
         self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
         known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         # As newer models of Mistral write it. The marks are special tokens, so the text may lack them, but not the id.
         self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
-        json_begun = rf'{{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*"({known})"\s*,\s*'
-        json_begun += r'"(?:arguments|parameters)"\s*:\s*(?={)'
-        self._begun = re.compile(f"{_BETWEEN.pattern}(?:{json_begun}|{self._named.pattern})")
         self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
         self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
         self._pending = ""  # text that is neither told as content nor part of a complete call
@@ -241,18 +235,13 @@ class CallReader:
             self._whole = self._may_be_calls()
         return self._parts(final=False) if self._whole is False else ("", [])
 
-    def end(self, *, cut: bool = False) -> tuple[str, list[Call]]:
-        """Return the rest of the content and of the calls.
-
-        If `max_tokens` has `cut` the answer in a call, that call has the arguments so far, which are no whole JSON; it
-        is left out if they have not begun. Its text is no content.
-        """
+    def end(self) -> tuple[str, list[Call]]:
+        """Return the rest of the content and of the calls."""
         if self._whole is not False:
             text = self._pending.strip()
-            if calls := self._calls_in(_objects(_without_marker(text))) or self._begun_calls(text, cut=cut):
+            if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
                 return "", calls
-        content, calls = self._parts(final=True, cut=cut)
-        return "" if cut and self._required else content, calls
+        return self._parts(final=True)
 
     def _may_be_calls(self) -> bool | None:
         """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""
@@ -262,7 +251,7 @@ class CallReader:
         unsure = any(start.startswith(begun) for start in (*self._starts, *self._names))
         return None if unsure or self._before_arguments.fullmatch(begun) else False
 
-    def _parts(self, *, final: bool, cut: bool = False) -> tuple[str, list[Call]]:
+    def _parts(self, *, final: bool) -> tuple[str, list[Call]]:
         content: list[str] = []
         calls: list[Call] = []
         text, done = self._pending, 0
@@ -274,11 +263,9 @@ class CallReader:
             found = self._calls_in(self._objects_in(text[inside:end].strip()))
             ended = text.startswith(CALL_END, end)
             behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
-            open_ = cut and not found and end == len(text)
-            found = self._begun_calls(text[inside:].lstrip(), cut=True) if open_ else found
-            content.append(self._beside_calls(text[done:begin].rstrip() if found or open_ else text[done:behind]))
+            content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
             calls += found
-            self._behind_call |= bool(found) or open_
+            self._behind_call |= bool(found)
             done = behind
         if final:
             told = len(text)
@@ -325,28 +312,16 @@ class CallReader:
             self._behind_call = not text
         return text
 
-    def _begun_calls(self, text: str, *, cut: bool) -> list[Call]:
-        """Return the calls of a text of names with arguments, or, if `cut`, of calls; none if it has other text."""
-        if text.startswith(XML_BEGIN):
-            head, end, rest = text.rpartition(PARAMETER_END)
-            whole = head + end or f"{text.partition(chr(10))[0]}\n"
-            calls = self._calls_in(objects(f"{whole}</function>", self._functions))
-            told = None if rest.startswith("</function>") else -1
-            return calls[:-1] + [replace(each, arguments=each.arguments[:told]) for each in calls[-1:]]
-        pattern, text = (self._begun, _without_marker(text)) if cut else (self._named, text)
-        found: list[Any] = []
-        place = begin = 0
-        while begun := pattern.match(text, place):
-            begin = begun.end()
-            arguments, place = _decoded(text, begin)
-            found.append({"name": begun[begun.lastindex or 0], "arguments": arguments})
-        rest = _BETWEEN.sub("", text[place:], count=1) if cut else text[place:]
-        begins = rest.startswith("{") or any(each.startswith(rest) for each in (CALL_END, *self._names))
-        if rest and not (cut and begins):
-            return []
-        open_ = [found.pop()["name"]] if cut and found and found[-1]["arguments"] is None else []
-        self.calls += len(open_)
-        return self._calls_in(found) + [Call(_new_id(), name, text[begin:]) for name in open_]
+    def _named_objects(self, text: str) -> Iterator[Any]:
+        """Yield an object for each name with arguments behind it; None for anything else."""
+        place = 0
+        while place < len(text):
+            found = self._named.match(text, place)
+            if found is None:
+                yield None
+                return
+            arguments, place = _decoded(text, found.end())
+            yield {"name": found[1], "arguments": arguments}
 
     def _calls_in(self, objects: Iterable[Any]) -> list[Call]:
         """Return the calls that these objects are; none if one is anything else."""
@@ -358,16 +333,13 @@ class CallReader:
             arguments = found.get("arguments", found.get("parameters", {}))
             if not isinstance(arguments, dict):
                 return []
+            id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
             try:
-                calls.append(Call(_new_id(), name, _written(arguments)))
+                calls.append(Call(id_, name, _written(arguments)))
             except RecursionError:
                 return []
         self.calls += len(calls)
         return calls
-
-
-def _new_id() -> str:
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
 
 def _without_marker(text: str) -> str:

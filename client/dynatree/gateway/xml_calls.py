@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-BEGIN, PARAMETER_END = "<function=", "\n</parameter>\n"
+BEGIN = "<function="
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\n")
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n(?:(.*?)\n)??</parameter>\n(?=<parameter=|</function>)", re.DOTALL)
 _FUNCTION_END = re.compile(r"</function>\s*")
@@ -142,7 +142,7 @@ def call_rules(rule: str, name: str, schema: Schema, notes: Schema) -> list[str]
 
 def _value_rule(rule: str, schema: Any, root: Schema, notes: Schema) -> str | None:
     """Return the rule of a value and its end; None if its schema does not tell a text from other values."""
-    end = PARAMETER_END
+    end = "\n</parameter>\n"
     types = _types(schema, root)
     if types == {"string"}:
         if schema.keys() - _OF_TEXT - _NOTES:
