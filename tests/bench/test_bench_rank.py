@@ -69,7 +69,11 @@ def test_the_fastest_draft_is_recommended_if_it_pays_and_slow_ones_are_named(
     print_report(report)
     out = capsys.readouterr().out
     assert words in out
-    assert (f"\nslower than none: {slower}; use none instead" in out) == (slower is not None)
+    named = f"\nslower than none: {slower}{'; `dynatree distill` makes drafts' if best == 'none' else ''}"
+    assert (named in out) == (slower is not None)
+    assert f"use {best}: " in out
+    assert out.count("\nuse ") == 1
+    assert "use none" not in out or best == "none"
     assert "odd is not ranked: it has no bytes" in out
     order = sorted({"(plain decoding)": 2.0, **seconds}.items(), key=lambda item: item[1])
     places = [out.index(f"\n{label} ") for label, _ in order]

@@ -256,9 +256,8 @@ def _rank(report: Report) -> Iterator[Table]:
         least = over[NO_MODEL].median if NO_MODEL in over else 0
         slower = [label for label in over if label not in (PLAIN.label, NO_MODEL) and over[label].median < least]
         if slower:
-            reasons += [
-                f"slower than none: {', '.join(slower)}; use none instead, or a draft that `dynatree distill` makes"
-            ]
+            other = "; `dynatree distill` makes drafts of the target" if best == NO_MODEL else ""
+            reasons.append(f"slower than none: {', '.join(slower)}{other}")
         notes = [DEFINITION, INTERVALS, *reasons, f"use {best}: {told}", *_doubts(runs, best)]
         yield Table.of(f"Drafts, {title}", rows, notes)
 

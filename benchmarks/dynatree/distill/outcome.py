@@ -82,6 +82,7 @@ def outcome(
     count = len(runs) // len(TEMPERATURES)
     yield f"expected on this machine, from {count} held-back prompts and {NEW_TOKENS} new tokens each:"
     slow: list[str] = []
+    chained: list[str] = []
     for group in groups(runs):
         speeds: list[float] = []
         for name, method in (("n-grams alone", "ngram"), ("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
@@ -92,15 +93,19 @@ def outcome(
                 f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
                 f"{acceptance}, {result.speedup:.2f} x plain"
             )
-        if speeds[-1] <= LEAST_GAIN * speeds[0]:
+        alone, chain, tree = speeds
+        if max(chain, tree) <= LEAST_GAIN * alone:
             slow.append(f"{group.temperature:g}")
-    yield _advice(slow, draft)
+        elif tree <= LEAST_GAIN * alone:
+            chained.append(f"{group.temperature:g}")
+    yield _advice(slow, chained, draft)
 
 
-def _advice(slow: list[str], draft: Path) -> str:
-    """Say whether to use a draft that does not pay at some temperatures."""
+def _advice(slow: list[str], chained: list[str], draft: Path) -> str:
+    """Say how to use a draft that does not pay at some temperatures, or only as a chain at some."""
     if not slow:
-        return f"use it: --draft-model {draft}"
+        chain = f", and --policy linear at temperature {' and '.join(chained)}" if chained else ""
+        return f"use it: --draft-model {draft}{chain}"
     return (
         f"no faster than n-grams alone at temperature {' and '.join(slow)}: use --draft-model none or self:int4 "
         "instead, or train on: --resume with more --minutes, or anew with more --texts or other --layers"
