@@ -289,8 +289,9 @@ def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):
     (first, *lines, last) = outcome.outcome(target, draft, tokens, end=0.0)
     assert "from 1 held-back prompts" in first
     assert last.startswith("no faster than n-grams alone at temperature 0 and 0.7: use --draft-model none or ")
-    assert outcome._advice([], [], draft) == f"use it: --draft-model {draft}"
-    assert outcome._advice([], ["0.7"], draft) == f"use it: --draft-model {draft}, and --policy linear at temperature 0.7"
+    use = f"use it: --draft-model {draft}"
+    assert outcome._advice([], [], draft) == use
+    assert outcome._advice([], ["0.7"], draft) == f"{use}, and --policy linear at temperature 0.7"
     rows = [re.fullmatch(r"  temperature (\S+), (.*): (\S+) tokens a round, .*, (\S+) x plain", line) for line in lines]
     names = ["n-grams alone", "a chain", "the default tree"]
     assert [row.group(1, 2) for row in rows] == [(each, name) for each in ("0", "0.7") for name in names]

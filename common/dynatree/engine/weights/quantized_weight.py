@@ -11,6 +11,7 @@ from torch import Tensor
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale, the cheapest first
 MOST_INPUTS = {8: 128, 4: 32}  # that share a scale, by bits
 _SMALLEST = torch.finfo(torch.float16).tiny  # below it float16 loses bits
+_PIECE = 1 << 20  # weights that are rounded at a time, so that temporary tensors stay small
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,20 +98,28 @@ def rounded(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
         group: Inputs that share a scale; it divides the inputs.
     """
     features, inputs = weight.shape
-    grouped = weight.detach().float().view(features, inputs // group, group)
+    codes = torch.empty(features, inputs, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(features, inputs // group, device=weight.device)
+    rows = max(1, _PIECE // inputs)
+    for begin in range(0, features, rows):
+        piece = weight[begin : begin + rows].detach().float().view(-1, inputs // group, group)
+        own, own_scales = _rounded(piece, bits)
+        codes[begin : begin + rows] = own.view(-1, inputs)
+        scales[begin : begin + rows] = own_scales.squeeze(2)
+    halves = scales.half()
+    kept = halves if torch.equal(halves.float(), scales) else scales
+    return QuantizedWeight(f"int{bits}", codes, kept, bits, 1 << (bits - 1), narrow=bits == 4)
+
+
+def _rounded(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes of `[features, groups, group]`, and the scales `[features, groups, 1]`."""
     largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))  # signed
     if bits == 8:
-        codes, scales = _nearest(grouped, largest.abs() / 127, 128, 255)
-    else:
-        codes, scales = _nearest(grouped, largest / -8, 8, 15)
-        other, others = _nearest(grouped, largest / 7, 8, 15)
-        better = _error(grouped, other, others, 8) < _error(grouped, codes, scales, 8)
-        codes, scales = torch.where(better, other, codes), torch.where(better, others, scales)
-    kept = scales.squeeze(2)
-    if torch.equal(kept.half().float(), kept):
-        kept = kept.half()
-    codes = codes.view(features, inputs)
-    return QuantizedWeight(f"int{bits}", codes, kept, bits, 1 << (bits - 1), narrow=bits == 4)
+        return _nearest(grouped, largest.abs() / 127, 128, 255)
+    codes, scales = _nearest(grouped, largest / -8, 8, 15)
+    other, others = _nearest(grouped, largest / 7, 8, 15)
+    better = _error(grouped, other, others, 8) < _error(grouped, codes, scales, 8)
+    return torch.where(better, other, codes), torch.where(better, others, scales)
 
 
 def _nearest(grouped: Tensor, scales: Tensor, offset: int, most: int) -> tuple[Tensor, Tensor]:
