@@ -162,7 +162,9 @@ def load_offloaded(
     parameters = parameters_of(model)  # before packing, which hides weights
     prefix, layers = layers_of(model)
     native = is_native(device, model.dtype)
-    layout = f"{'panels' if native else 'rows'}{f' of int{bits}' if bits else ''}"
+    # Files of 4 bits that an earlier version rounded, to one end only, have another name.
+    rounding = {None: "", 8: " of int8", 4: " of int4, to either end"}[bits]
+    layout = f"{'panels' if native else 'rows'}{rounding}"
 
     def filled(index: int, layer: nn.Module) -> dict[str, list[Any]]:
         return _filled(layer, files, f"{prefix}.{index}.", model.dtype, bits, native)
