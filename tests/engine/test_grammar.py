@@ -13,7 +13,7 @@ from threading import Barrier, Thread
 
 import jsonschema_rs
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -396,6 +396,8 @@ VALUES = st.recursive(
 
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
+@example({"properties": {"minimum": math.inf}})
+@example({"exclusiveMinimum": 1, "anyOf": [{"maximum": math.nan}]})
 def test_no_schema_is_a_fault_of_the_service(value):
     for grammar in (schema(value), lark(value)):
         with suppress(InvalidArgumentError):

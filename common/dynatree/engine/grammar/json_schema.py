@@ -93,7 +93,7 @@ def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), math.ceil, -1),
     ):
         opposite = [each[key] for each in schemas for key in others if isinstance(each.get(key), float)]
-        near = {whole(bound) for bound in opposite if not bound.is_integer()}
+        near = {whole(bound) for bound in opposite if math.isfinite(bound) and not bound.is_integer()}
         for schema in schemas:
             bound = schema.get(exclusive)
             bound = schema.get(inclusive) if bound is True else bound  # as draft 4 writes it
