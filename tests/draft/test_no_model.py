@@ -87,7 +87,7 @@ RANDOM = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=40)
 REPEATING = st.lists(st.sampled_from(list(FEW)), min_size=1, max_size=40)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(prompt=RANDOM | REPEATING, options=GREEDY | SAMPLED, few=st.booleans())
 def test_every_policy_gives_the_tokens_of_plain_decoding(
     client: Client, prompt: list[int], options: dict[str, Any], few: bool

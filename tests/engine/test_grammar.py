@@ -394,7 +394,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
 def test_no_schema_is_a_fault_of_the_service(value):
     for grammar in (schema(value), lark(value)):
@@ -474,7 +474,7 @@ BOUNDED = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(BOUNDED, st.sampled_from(["integer", "number"]))
 def test_numbers_that_are_accepted_are_within_all_bounds(bounds, kind):
     """The compiler merges the bounds of schemas that are combined; the schema may refer to them."""

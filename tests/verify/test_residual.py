@@ -10,7 +10,7 @@ import pytest
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.verify.residual import accept_residual
 
-DRAWS = 10_000
+DRAWS = 5_000
 TARGET = np.array([0.05, 0.3, 0.15, 0.1, 0.4])
 DRAFT = {0: 0.5, 2: 0.2, 3: 0.1, 4: 0.2}  # likely where the target is unlikely, and without token 1
 

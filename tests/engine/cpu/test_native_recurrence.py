@@ -22,7 +22,7 @@ from tests.support.kernel_builds import compiled
 pytestmark = compiled
 # derandomize: the bits of plain decoding are those of a tree almost always, and a test must not depend on luck
 some = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 sizes = st.tuples(  # groups, heads of a group, dk, dv
     st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 70)
