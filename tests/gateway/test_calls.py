@@ -97,7 +97,7 @@ PIECES = (
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 400), max_size=12))
 def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -110,7 +110,7 @@ def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
         assert content == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS, st.from_regex("[a-zA-Z0-9]{9}", fullmatch=True))),
     st.sampled_from(["[TOOL_CALLS]{}[CALL_ID]{}[ARGS]{}", "[TOOL_CALLS]{0}[ARGS]{2}", "[TOOL_CALLS]{0}{2}"]),
@@ -208,7 +208,7 @@ def test_a_call_whose_values_xml_could_not_tell_apart_is_json(schema: Any) -> No
     assert call_grammar([tool], "qwen3_coder", several=True) == call_grammar([tool], "hermes", several=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(PROSE, CALLS), max_size=3), st.sampled_from(["", "\n", " \n\n"]), st.sampled_from(["", "Done."])
 )
