@@ -264,7 +264,7 @@ def traced(pair, request):
     policy, *kind = request.param.split(", ")
     options = {"residual": {"scheme": "residual"}, "greedy": {"temperature": 0.0}}[kind[0]] if kind else {}
     settings = {"shortest": 1} if policy in ("ngram", "hybrid", "throughput") else {}
-    options = {"policy": policy, "policy_settings": settings, "max_new_tokens": 40, **FEW, **options}
+    options = {"policy": policy, "policy_settings": settings, "max_new_tokens": 30, **FEW, **options}
     return policy, pair.generate(trace=True, **options), pair.generate(**options)
 
 

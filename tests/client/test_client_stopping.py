@@ -63,8 +63,8 @@ def test_streams_that_are_left_early_take_no_memory(client: Client, service: Fak
             del stream
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
-    before = leave(300)
-    assert leave(900) - before < 4.0  # MB
+    before = leave(200)
+    assert leave(600) - before < 4.0  # MB
 
 
 def test_a_client_that_is_closed_has_no_connection_whatever_was_lost(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def pieces(token_ids, prompt=(), size=1, tokenizer=TOKENIZER):
     return [*out, detokenizer.flush()]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.text(min_size=1, max_size=40), st.integers(1, 5))
 def test_pieces_join_to_the_whole_text(text, size):
     token_ids = TOKENIZER(text)["input_ids"]

@@ -221,14 +221,14 @@ def test_every_policy_that_draws_is_here():
     ],
 )
 def test_trees_of_draws_leave_the_targets_distribution(name, pair):
-    counts, accepted = drawn(pair, name, TIGHT[name], draws=3000)
+    counts, accepted = drawn(pair, name, TIGHT[name], draws=2000)
     assert_the_targets(counts, pair.target)
     assert accepted > 500 or name == "autoregressive", "nothing is shown where nothing is accepted"
 
 
 @pytest.mark.parametrize("name", ["dyspec", pytest.param("sequoia", marks=pytest.mark.long)])
 def test_draws_of_another_tokenizer_leave_it_too(name):
-    counts, accepted = drawn(OTHER, name, TIGHT[name], draws=3000, length=6)
+    counts, accepted = drawn(OTHER, name, TIGHT[name], draws=2000, length=6)
     assert_the_targets(counts, OTHER.target)
     assert accepted > 500
 
@@ -236,7 +236,7 @@ def test_draws_of_another_tokenizer_leave_it_too(name):
 @pytest.mark.parametrize("pair", [MASKED, MASKED_OTHER], ids=["same tokens", "other tokens"])
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [("dyspec", 2000), ("specinfer", 2000), *(pytest.param(name, 20_000, marks=pytest.mark.long) for name in TIGHT)],
+    [("dyspec", 2000), ("specinfer", 2000), *(pytest.param(name, 10_000, marks=pytest.mark.long) for name in TIGHT)],
 )
 def test_draws_under_a_grammar_follow_the_masked_distribution(name, draws, pair):
     counts, accepted = drawn(pair, name, TIGHT[name], draws=draws, length=20)
