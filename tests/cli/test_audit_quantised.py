@@ -64,9 +64,9 @@ def test_output_equals_plain_decoding_and_is_near_the_floats(
         model = save_random_model(tmp_path / "model", "llama", seed=1)
     capsys.readouterr()
     pair = ["--target-model", str(model), "--draft-model", str(model)]
-    assert main(["audit", *pair, "--prompts", prompts, "--max-new-tokens", "24", *options]) == 0
+    assert main(["audit", *pair, "--prompts", prompts, "--max-new-tokens", "16", *options]) == 0
     output = capsys.readouterr().out
-    assert "EQUAL: 2 prompts, 48 tokens, no divergence" in output
+    assert "EQUAL: 2 prompts, 32 tokens, no divergence" in output
     found = DISTANCE.search(output)
     assert found
     mean, most = float(found[1]), float(found[2])
