@@ -33,7 +33,10 @@ from tests.support.processes import EmbeddedServices, service
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-_SERVICES = "services"  # unit of the tests that use the session's services
+_SERVICES = "services"  # unit of the tests that use the session's services, or others in forked processes
+_NAMES = (
+    r"embedded_services|shared_pair|gateway_fixture|running_gateway|support\.forked|processes import service|fuzz_gguf"
+)
 _APART = "test_census.py"  # its tests take minutes and share nothing, so that any worker runs any of them
 
 
@@ -47,7 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freeze the imported objects, so that garbage collections skip them from now on."""
+    """Freeze the imported objects, so that garbage collections skip them, and let others collect rarely.
+
+    With the interpreter's thresholds, a tenth of the tests' CPU time would go into collections.
+    """
+    gc.set_threshold(20_000, 20, 50)
     gc.disable()
     try:
         return (yield)
@@ -70,7 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadFileScheduling):
-    """Keeps the tests of a file that share fixtures on one worker, and all files that use the session's services."""
+    """Keeps the tests of a file that share fixtures on one worker, and all files that use the session's services.
+
+    Files that fork processes of their own go there too, because every worker that forks has to import torch once more.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
@@ -81,8 +91,8 @@ class Scheduling(LoadFileScheduling):
 
 @cache
 def _uses_services(file: Path) -> bool:
-    """Whether a file names a fixture that needs the session's services; the scheduling process collects no tests."""
-    return re.search("embedded_services|shared_pair|gateway_fixture", file.read_text(encoding="utf-8")) is not None
+    """Whether a file names what needs the session's services or forks; the scheduling process collects no tests."""
+    return re.search(_NAMES, file.read_text(encoding="utf-8")) is not None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -96,19 +96,19 @@ def distil(target, labels, out, *, end=None, resume=False, answers=0.0):
 
 
 class Command:
-    """`dynatree distill` for ten minutes of a clock that goes on by 10 seconds at each look.
+    """`dynatree distill` for some minutes of a clock that goes on by 10 seconds at each look.
 
     Loading the target takes a minute, and so does measuring the outcome.
     """
 
-    def __init__(self, target, out, monkeypatch):
+    def __init__(self, target, out, monkeypatch, minutes):
         self.now = 0.0
         monkeypatch.setattr(command, "load_target", lambda model: self.after_a_minute(load_target(model)))
         monkeypatch.setattr(command, "outcome", self.outcome)
         monkeypatch.setattr(distillation, "LABELLING", 0.1)
         parser = argparse.ArgumentParser()
         add_arguments(parser)
-        line = ("--target-model", target, "--texts", TEXT, "--out", out, "--minutes", 10, "--answers", 0)
+        line = ("--target-model", target, "--texts", TEXT, "--out", out, "--minutes", minutes, "--answers", 0)
         command.run(parser.parse_args([*map(str, line)]), self.now, self.clock)
 
     def clock(self):
@@ -125,7 +125,7 @@ class Command:
 
 
 def test_the_whole_command_takes_its_minutes(target, tmp_path, monkeypatch, capsys):
-    ended = Command(target, tmp_path / "out", monkeypatch)
+    ended = Command(target, tmp_path / "out", monkeypatch, 10)
     assert ended.left >= 60
     assert 600 - 120 <= ended.now <= 600 + 20
     times = re.fullmatch(
@@ -142,7 +142,7 @@ def test_one_seed_gives_one_student_whatever_the_machine_does_beside(target, tmp
         seconds = itertools.accumulate(1e6**power for power in itertools.cycle(powers))
         with monkeypatch.context() as patched:
             patched.setattr(time, "perf_counter", lambda seconds=seconds: next(seconds))
-            Command(target, tmp_path / name, patched)
+            Command(target, tmp_path / name, patched, 5)
         drafts.append((tmp_path / name / "model.safetensors").read_bytes())
     assert drafts[0] == drafts[1]
 

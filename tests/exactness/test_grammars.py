@@ -98,12 +98,17 @@ def some(names, short):
     return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names if name != PLAIN]
 
 
+@pytest.fixture(scope="module")
+def plain_completions(pair):
+    """The completions of plain decoding for the cases with which every policy is compared."""
+    return [pair[0].generate(**case, max_new_tokens=TOKENS, policy=PLAIN) for case in cases(8)]
+
+
 @pytest.mark.parametrize("policy", some(policy_names(), ("throughput", "dynatree", "ngram", "sequoia")))
-def test_trees_change_no_token_under_a_grammar(pair, policy):
+def test_trees_change_no_token_under_a_grammar(pair, plain_completions, policy):
     client, _, _ = pair
     accepted = 0
-    for case in cases(8):
-        plain = client.generate(**case, max_new_tokens=TOKENS, policy=PLAIN)
+    for case, plain in zip(cases(8), plain_completions, strict=True):
         tree = client.generate(**case, max_new_tokens=TOKENS, policy=policy)
         assert tree.token_ids == plain.token_ids, case
         assert tree.text == plain.text

@@ -61,17 +61,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("stream", [False, True])
 def test_completions_have_the_grpc_clients_tokens(
-    client: openai.OpenAI, grpc_client: Client, model: str, name: str, stream: bool
+    client: openai.OpenAI, grpc_client: Client, model: str, name: str
 ) -> None:
     options, ours = OPTIONS[name]
-    body = options.get("extra_body", {}) | OWN
+    options = {"model": model, "prompt": PROMPT, "max_tokens": 24, **options}
+    options["extra_body"] = options.get("extra_body", {}) | OWN
 
-    answer = completed(client, stream, model=model, prompt=PROMPT, max_tokens=24, **options | {"extra_body": body})
+    answers = [completed(client, stream, **options) for stream in (False, True)]
 
     expected = grpc_client.generate(PROMPT, max_new_tokens=24, **ours)
-    assert answer == {0: (expected.text, list(expected.token_ids), expected.finish_reason)}
+    assert answers == [{0: (expected.text, list(expected.token_ids), expected.finish_reason)}] * 2
 
 
 def completed(client: openai.OpenAI, stream: bool, **options: Any) -> dict[int, tuple[str, list[int], str]]:

@@ -260,7 +260,7 @@ def fields_of_no_effect(route: str) -> list[tuple[str, Any]]:
     ours = [(name, None) for name in (CompletionRequest if "chat" not in route else ChatRequest).model_fields]
     more = [(name, value) for name, values in MORE.items() for value in values]
     found = [*by_type, *((name, value) for name, value in ours if name not in SET), *more]
-    return sorted(found, key=repr)
+    return [each for _, each in sorted({repr(each): each for each in found}.items())]
 
 
 def messages_of_no_effect() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`dynatree` commands in processes forked from a process that has already imported torch and transformers.
+"""`dynatree` commands in processes forked from one that has imported torch, transformers and what the gateway needs.
 
 They run the same `main()` with the same options, signals, exit status and log, without the seconds of CPU time that the
 imports take. Tests of a command's start itself start it as a shell does.
@@ -18,7 +18,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["dynatree.draft.serve_draft", "dynatree.verify.serve_verify"])
+_CONTEXT.set_forkserver_preload(
+    ["dynatree.draft.serve_draft", "dynatree.gateway.serve_gateway", "dynatree.verify.serve_verify"]
+)
 
 
 def context() -> ForkServerContext:

@@ -1,4 +1,4 @@
-"""A gateway started by its command line in a separate process, and clients of it.
+"""A gateway started by its command line in a forked process, and clients of it.
 
 A test module imports the fixtures that it uses by their functions' names.
 """
@@ -9,12 +9,12 @@ import asyncio
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import openai
 import pytest
@@ -23,24 +23,26 @@ from dynatree.client import Client
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.serve_gateway import GatewaySettings, serve
 from dynatree.serving.security import LOCAL, SecuritySettings
-from tests.support.processes import EmbeddedServices
+from tests.support.forked import Forked
+from tests.support.processes import START_SECONDS, EmbeddedServices, wait_until
 
-_ADDRESS = re.compile(r"as HTTP on (\S+)")
+_ADDRESS = re.compile(r"as HTTP on (\S+)\s")
 _STOP_SECONDS = 20.0
 KEY = "not-needed"
 
 
 @dataclass
 class Gateway:
-    """A running gateway: its URL, its process and the lines that it has printed."""
+    """A running gateway: its URL, its command line, its process, and what an ended one has printed."""
 
     url: str
-    process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
+    arguments: tuple[str, ...]
+    process: Forked
+    printed: str | None = None
 
     @property
     def log(self) -> str:
-        return "".join(self.lines)
+        return self.process.log.read_text() if self.printed is None else self.printed
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -54,29 +56,24 @@ def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 def running_gateway(server: str, *options: str) -> Iterator[Gateway]:
     """Run a gateway in front of the draft service at `server`, on a free port unless the options name one."""
     listen = () if "--listen" in options else ("--listen", "127.0.0.1:0")
-    command = [sys.executable, "-m", "dynatree.cli.main", "gateway", "--server", server, *listen, *options]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    gateway = Gateway("", process)
-    assert process.stderr is not None
-    for line in process.stderr:
-        gateway.lines.append(line)
-        if found := _ADDRESS.search(line):
-            gateway.url = found[1]
-            break
-    reading = threading.Thread(target=lambda: gateway.lines.extend(process.stderr or ()), daemon=True)
-    reading.start()
-    try:
-        assert gateway.url, gateway.log
-        yield gateway
-    finally:
-        process.terminate()
+    arguments = ("gateway", "--server", server, *listen, *options)
+    with TemporaryDirectory() as folder:
+        process = Forked(arguments, Path(folder) / "gateway.log")
+        gateway = Gateway("", arguments, process)
         try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reading.join(_STOP_SECONDS)
-        process.stderr.close()
+            wait_until(lambda: _ADDRESS.search(gateway.log) or process.poll() is not None, START_SECONDS)
+            found = _ADDRESS.search(gateway.log)
+            assert found, gateway.log
+            gateway.url = found[1]
+            yield gateway
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            gateway.printed = gateway.log
 
 
 def served_here(server: str, act: Callable[[str], None], limits: Limits, security: SecuritySettings = LOCAL) -> None:

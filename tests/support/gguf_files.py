@@ -61,6 +61,12 @@ def save_gguf(path: Path, kinds: Sequence[str], seed: int, **options: Any) -> Pa
 
 
 @cache
+def _tokenizer() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((embedded.target_path() / "tokenizer.json").read_text())
+    return content
+
+
+@cache
 def _content(kinds: tuple[str, ...], seed: int, **options: Any) -> bytes:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -93,7 +99,7 @@ def written_gguf(
         words: Number of the tokenizer's first tokens that are kept; None means all.
         changes: Changes of the configuration.
     """
-    tokenizer = json.loads((embedded.target_path() / "tokenizer.json").read_text())
+    tokenizer = _tokenizer()
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda pair: pair[1])[:words]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 3, "vocab_size": len(vocabulary), "max_position_embeddings": context}

@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dynatree import embedded
 from dynatree.client import Client
@@ -88,7 +89,20 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
 
     Offloaded layers come from the disk, or from the host's memory as for a GPU.
     """
+
+    def outputs_of(engine: Engine) -> tuple[Tensor, ...]:
+        kv = engine.kv_cache.reserve(80)
+        assert kv is not None
+        prompt = engine.forward([Segment(kv, 0, range(5, 45), range(40))])[0]
+        mask = ancestor_mask([-1, 0, -1])
+        tree = engine.forward([Segment(kv, 40, [7, 8, 9, 10], [40, 41, 42, 41], mask=mask)])[0]
+        step = engine.forward([Segment(kv, 41, [8], [41])])[0]
+        slots = engine.kv_cache.slots(kv, 42).clone()
+        engine.kv_cache.release(kv)
+        return prompt, tree, step, slots
+
     whole = load(model, tmp_path / "cache", LAYERS, dtype=dtype)
+    expected = outputs_of(whole)
     for resident, from_memory in ((0, False), (2, False), (1, True), (LAYERS - 1, False)):
         monkeypatch.setattr(choice, "_from_memory", lambda device, answer=from_memory: answer)
         offloaded = load(model, tmp_path / "cache", resident, dtype=dtype)
@@ -96,17 +110,7 @@ def test_offloaded_layers_have_the_bits_of_layers_in_memory(
         assert offloaded.source is not None
         assert offloaded.info.fingerprint == whole.info.fingerprint, "a completion may go on there"
         assert offloaded.info.parameters == whole.info.parameters
-        outputs = []
-        for engine in (whole, offloaded):
-            kv = engine.kv_cache.reserve(80)
-            assert kv is not None
-            prompt = engine.forward([Segment(kv, 0, range(5, 45), range(40))])[0]
-            mask = ancestor_mask([-1, 0, -1])
-            tree = engine.forward([Segment(kv, 40, [7, 8, 9, 10], [40, 41, 42, 41], mask=mask)])[0]
-            step = engine.forward([Segment(kv, 41, [8], [41])])[0]
-            outputs.append((prompt, tree, step, engine.kv_cache.slots(kv, 42).clone()))
-            engine.kv_cache.release(kv)
-        assert all(map(torch.equal, *outputs))
+        assert all(map(torch.equal, expected, outputs_of(offloaded)))
         offloaded.source.close()
 
 
@@ -205,6 +209,7 @@ def test_weights_that_only_transformers_reads_are_not_offloaded(llama: Path, tmp
         load(llama, tmp_path / "cache", 0)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     source_of(load(model, cache, 1)).close()

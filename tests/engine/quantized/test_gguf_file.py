@@ -23,10 +23,8 @@ from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.gguf_file import GGUFFile
 from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
-from tests.campaigns.fuzz_gguf import REFUSED, SERVED, outcomes
 from tests.support.gguf_files import FAMILIES, GEMMAS, save_gguf, written_gguf
-from tests.support.gguf_mutants import FAMILIES as HARMED
-from tests.support.gguf_mutants import KINDS, Parts
+from tests.support.gguf_mutants import Parts
 from tests.support.kernel_builds import compiled
 
 MIXTURES = [(("Q4_K", "Q6_K", "Q8_0"), True), (("Q4_0", "Q4_1", "F16"), False), (("Q5_0", "Q5_1", "Q5_K"), False)]
@@ -78,13 +76,12 @@ def test_the_tokens_are_those_of_transformers(tmp_path, family):
     path = tmp_path / "model.gguf"
     model = written_gguf(path, ("F32",), seed=2, family=family)
     engine = load_engine(ModelSettings(str(path), dtype="float32", sessions=1))
-    prompt = torch.arange(100, 140)[None]
-    exactly = {"min_new_tokens": 60, "max_new_tokens": 60, "do_sample": False}
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **exactly)[0].tolist()
+    tokens = torch.randint(1, 2048, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     kv = engine.kv_cache.reserve(len(tokens))
     (logits,) = engine.forward([Segment(kv, 0, tokens, range(len(tokens)))])
-    ours = 1 + logits[:, 1:].argmax(1)  # `min_new_tokens` forbids the end of text, which is token 0
-    assert ours[39:-1].tolist() == tokens[40:]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    assert logits.argmax(1).tolist() == expected.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -494,11 +491,3 @@ def test_metadata_of_a_wrong_type_are_refused_with_the_cause(tmp_path):
     path.write_bytes(parts.written()[0])
     with pytest.raises(StartupError, match=r"could not be loaded: .*max_position_embeddings.*expected int, got str"):
         load_engine(ModelSettings(str(path), sessions=1))
-
-
-def test_harmed_files_are_refused_in_a_line_or_served_as_transformers_reads_them():
-    """The short form of `python -m tests.campaigns.fuzz_gguf`."""
-    found = list(outcomes(first=0, count=len(HARMED) * len(KINDS)))
-    assert [each for each in found if each.end not in (SERVED, REFUSED)] == []
-    assert {each.end for each in found} == {SERVED, REFUSED}
-    assert {each.kind for each in found} == set(KINDS)
