@@ -142,8 +142,11 @@ def test_a_packed_checkpoint(tmp_path, method, bits):
 @pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize("resident", [None, 1])
 def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
-    """In memory, and behind a target whose layers are read from the disk: the same tokens, and most drafts right."""
-    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    """In memory, and behind a target whose layers are read from the disk: the same tokens, and most drafts right.
+
+    The target is trained: a random model's likeliest tokens are so close that any rounding changes two in five.
+    """
+    target = embedded.target_path()
     options = {"draft_weights": "int4", "resident_layers": resident}
     with (
         running_services(tmp_path, target, target, dtype="bfloat16", sessions=8, **options) as services,
@@ -159,7 +162,7 @@ def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
         check(client, POLICIES[:2])
         chain = {"policy": "linear", "policy_settings": {"depth": 4}}
         stats = [client.generate(each, max_new_tokens=40, **chain).stats for each in prompts()]
-        assert sum(each.draft_n_accepted for each in stats) > 0.5 * sum(each.draft_n for each in stats)
+        assert sum(each.draft_n_accepted for each in stats) > 0.7 * sum(each.draft_n for each in stats)
 
 
 @pytest.mark.usefixtures("without_amx")
