@@ -231,6 +231,9 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     assert main(["distill", *map(str, line)]) == 0
     assert capsys.readouterr().out.splitlines()[-2] == "done"
     check_pair(str(path), str(tmp_path / "out"))
+    for weights in ("auto", "int8"):  # the draft's own weights are floats
+        engine = load_engine(ModelSettings(str(tmp_path / "out"), weights=weights, sessions=1, chooses_tokens=False))
+        assert "gguf" not in engine.info.numerics
     short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
     with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
         load_target(str(short))

@@ -38,6 +38,7 @@ def cut(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     """Return a copy of the target with some of its layers only, in float32."""
     prefix, layers = layers_of(target)
     config = copy.deepcopy(target.config)
+    vars(config).pop("quantization_config", None)  # of the target's files; the student's weights are floats
     text = config.get_text_config()
     for name, value in list(vars(text).items()):  # such as layer_types
         if isinstance(value, list) and len(value) == len(layers):
