@@ -292,13 +292,25 @@ def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):
     (first, *lines, last) = outcome.outcome(target, draft, tokens, end=0.0)
     assert "from 1 held-back prompts" in first
     assert last.startswith("no faster than n-grams alone at temperature 0 and 0.7: use --draft-model none or ")
-    use = f"use it: --draft-model {draft}"
-    assert outcome._advice([], [], draft) == use
-    assert outcome._advice([], ["0.7"], draft) == f"{use}, and --policy linear at temperature 0.7"
     rows = [re.fullmatch(r"  temperature (\S+), (.*): (\S+) tokens a round, .*, (\S+) x plain", line) for line in lines]
     names = ["n-grams alone", "a chain", "the default tree"]
     assert [row.group(1, 2) for row in rows] == [(each, name) for each in ("0", "0.7") for name in names]
     assert all(1 <= float(row[3]) <= 12 and float(row[4]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("at_0", "at_07", "says"),
+    [
+        ([1.0, 1.5, 2.0], [1.0, 1.0, 1.1], "use it: --draft-model student"),
+        ([1.0, 1.5, 2.0], [1.0, 1.2, 1.01], "use it: --draft-model student, and --policy linear at temperature 0.7"),
+        ([1.5, 1.5, 1.2], [1.0, 1.0, 2.0], "no faster than n-grams alone at temperature 0: use --draft-model none or "),
+        ([1.5, 1.5, 1.2], [1.0, 1.2, 0.9], "no faster than n-grams alone at temperature 0: use --draft-model none or "),
+    ],
+)
+def test_a_draft_is_advised_if_a_chain_or_the_tree_gains(at_0, at_07, says):
+    said = outcome._advice({"0": at_0, "0.7": at_07}, Path("student"))
+    assert said.startswith(says)
+    assert said == says or says.startswith("no faster")
 
 
 KILLED = """

@@ -141,12 +141,14 @@ def test_a_packed_checkpoint(tmp_path, method, bits):
 @pytest.mark.long
 @pytest.mark.usefixtures("without_amx")
 @pytest.mark.parametrize("resident", [None, 1])
-def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, trained, resident):
     """In memory, and behind a target whose layers are read from the disk: the same tokens, and most drafts right.
 
-    The target is trained: a random model's likeliest tokens are so close that any rounding changes two in five.
+    Drafts are counted if the target is trained: a random model's likeliest tokens are so close that any rounding
+    changes two in five.
     """
-    target = embedded.target_path()
+    target = embedded.target_path() if trained else save_random_model(tmp_path / "target", "llama", seed=1)
     options = {"draft_weights": "int4", "resident_layers": resident}
     with (
         running_services(tmp_path, target, target, dtype="bfloat16", sessions=8, **options) as services,
@@ -162,7 +164,8 @@ def test_the_targets_own_copy_in_4_bits_drafts(tmp_path, resident):
         check(client, POLICIES[:2])
         chain = {"policy": "linear", "policy_settings": {"depth": 4}}
         stats = [client.generate(each, max_new_tokens=40, **chain).stats for each in prompts()]
-        assert sum(each.draft_n_accepted for each in stats) > 0.7 * sum(each.draft_n for each in stats)
+        least = 0.7 if trained else 0.1
+        assert sum(each.draft_n_accepted for each in stats) > least * sum(each.draft_n for each in stats)
 
 
 @pytest.mark.usefixtures("without_amx")

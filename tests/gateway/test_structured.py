@@ -132,10 +132,10 @@ def check(text: str, kind: str) -> None:
 def test_each_format_gives_valid_answers_whole_and_streamed(served: Served, name: str) -> None:
     fields, kind = FORMATS[name]
 
-    whole = served.chat(n=2, extra_body=fields).choices
-    texts = dict.fromkeys(range(2), "")
+    whole = served.chat(n=3, extra_body=fields).choices
+    texts = dict.fromkeys(range(3), "")
     reasons: dict[int, Any] = {}
-    for chunk in served.chat(n=2, extra_body=fields, stream=True):
+    for chunk in served.chat(n=3, extra_body=fields, stream=True):
         [choice] = chunk.choices
         texts[choice.index] += choice.delta.content or ""
         reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)

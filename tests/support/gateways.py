@@ -33,10 +33,9 @@ KEY = "not-needed"
 
 @dataclass
 class Gateway:
-    """A running gateway: its URL, its command line, its process, and what an ended one has printed."""
+    """A running gateway: its URL, its process, and what an ended one has printed."""
 
     url: str
-    arguments: tuple[str, ...]
     process: Forked
     printed: str | None = None
 
@@ -59,7 +58,7 @@ def running_gateway(server: str, *options: str) -> Iterator[Gateway]:
     arguments = ("gateway", "--server", server, *listen, *options)
     with TemporaryDirectory() as folder:
         process = Forked(arguments, Path(folder) / "gateway.log")
-        gateway = Gateway("", arguments, process)
+        gateway = Gateway("", process)
         try:
             wait_until(lambda: _ADDRESS.search(gateway.log) or process.poll() is not None, START_SECONDS)
             found = _ADDRESS.search(gateway.log)

@@ -81,28 +81,24 @@ def outcome(
         runs += [recorder.record(0, number, prompt, NEW_TOKENS, each, number) for each in TEMPERATURES]
     count = len(runs) // len(TEMPERATURES)
     yield f"expected on this machine, from {count} held-back prompts and {NEW_TOKENS} new tokens each:"
-    slow: list[str] = []
-    chained: list[str] = []
+    speeds: dict[str, list[float]] = {}
     for group in groups(runs):
-        speeds: list[float] = []
+        own = speeds[f"{group.temperature:g}"] = []
         for name, method in (("n-grams alone", "ngram"), ("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
             result = replay_group(Task(Method(method, method), machine, group, Settings()))
-            speeds.append(result.speedup)
+            own.append(result.speedup)
             acceptance = "none drafted" if result.acceptance is None else f"acceptance {result.acceptance:.0%}"
             yield (
                 f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
                 f"{acceptance}, {result.speedup:.2f} x plain"
             )
-        alone, chain, tree = speeds
-        if max(chain, tree) <= LEAST_GAIN * alone:
-            slow.append(f"{group.temperature:g}")
-        elif tree <= LEAST_GAIN * alone:
-            chained.append(f"{group.temperature:g}")
-    yield _advice(slow, chained, draft)
+    yield _advice(speeds, draft)
 
 
-def _advice(slow: list[str], chained: list[str], draft: Path) -> str:
-    """Say how to use a draft that does not pay at some temperatures, or only as a chain at some."""
+def _advice(speeds: dict[str, list[float]], draft: Path) -> str:
+    """Say how to use a draft, by the speeds of n-grams alone, a chain and the default tree at each temperature."""
+    slow = [each for each, (alone, *drafting) in speeds.items() if max(drafting) <= LEAST_GAIN * alone]
+    chained = [each for each, (alone, _, tree) in speeds.items() if tree <= LEAST_GAIN * alone]
     if not slow:
         chain = f", and --policy linear at temperature {' and '.join(chained)}" if chained else ""
         return f"use it: --draft-model {draft}{chain}"

@@ -209,7 +209,6 @@ def test_weights_that_only_transformers_reads_are_not_offloaded(llama: Path, tmp
         load(llama, tmp_path / "cache", 0)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"], indirect=True)
 def test_a_cache_is_written_once_and_anew_for_another_checkpoint(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     source_of(load(model, cache, 1)).close()
