@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 
 from dynatree.cli.main import main
 from dynatree.v1 import tree_pb2
+from tests.support.certificates import Authority
 from tests.support.fake_draft_service import (  # noqa: F401 - fixtures
     Fail,
     FakeDraftService,
@@ -49,6 +51,19 @@ def test_text_is_printed_as_it_arrives(service: FakeDraftService) -> None:
         rest, errors = process.communicate(timeout=60)
     assert (process.returncode, rest, errors) == (130, "\n", "")
     assert service.abandoned.wait(60)
+
+
+def test_a_server_with_tls_asks_for_its_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Authority(tmp_path).pair("draft")
+    server = grpc.server(ThreadPoolExecutor(1))
+    keys = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.certificate.read_bytes())])
+    port = server.add_secure_port("127.0.0.1:0", keys)
+    server.start()
+    try:
+        assert main(["generate", "Once", "--server", f"127.0.0.1:{port}"]) == 1
+        assert "if it has TLS, name its authority with --ca" in capsys.readouterr().err
+    finally:
+        server.stop(None)
 
 
 def test_text_ends_with_one_newline(service: FakeDraftService, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,6 +184,8 @@ HALF: Any = [{"role": "assistant", "content": "", "tool_calls": [{"name": "\ud80
         ("Once", {"regex": "a", "grammar": "b"}, "regex and grammar are set"),
         ("Once", {"json_schema": {}, "regex": ""}, "json_schema and regex are set"),
         ("Once", {"tools": [{}]}, "tools are for chats"),
+        ("Once", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs are for chats"),
+        (CHAT, {"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs is not valid Unicode"),
         ("Once", {"regex": "\ud800"}, "regex is not valid Unicode"),
         ("Once", {"json_schema": {"const": "\ud800"}}, "json_schema is not valid Unicode"),
         (CHAT, {"tools": [{"name": "\ud800"}]}, "tools is not valid Unicode"),

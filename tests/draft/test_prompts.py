@@ -1,5 +1,6 @@
 """Tests chat prompts and tokenization, with real tokenizers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,53 @@ def test_a_template_may_know_names(chatty: PreTrainedTokenizerBase) -> None:
     chatty.chat_template = "{% for message in messages %}{{ message.name | default('?') }};{% endfor %}"
     chat = [Message("user", "Hi", "Anna"), Message("user", "Hi")]
     assert chatty.decode(PromptEncoder(chatty).chat(chat, special_tokens=False)) == "Anna;?;"
+
+
+THINKING = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ style }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "end"),
+    [
+        ("", ""),
+        ("{}", ""),
+        ('{"enable_thinking": true}', ""),
+        ('{"enable_thinking": false}', "<think></think>"),
+        ('{"unread": [1], "style": "brief"}', "brief"),
+        ('{"style": "<|im_end|>"}', "<|im_end|>"),
+    ],
+)
+def test_a_template_may_have_variables(chatty: PreTrainedTokenizerBase, variables: str, end: str) -> None:
+    chatty.chat_template = THINKING
+    ids = PromptEncoder(chatty).chat([Message("user", "Hi")], special_tokens=False, variables=variables)
+    assert chatty.decode(ids) == f"Hi{end}"
+    assert chatty.convert_tokens_to_ids("<|im_end|>") not in ids
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ("[]", "is not a JSON object"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        *(
+            (json.dumps({name: "x"}), f": the service sets {name} itself")
+            for name in (
+                *("chat_template", "messages", "conversation", "self", "tools", "documents", "bos_token", "tokenize"),
+                *("add_generation_prompt", "continue_final_message", "return_dict", "tokenizer_kwargs"),
+            )
+        ),
+    ],
+)
+def test_variables_that_the_service_sets_itself_are_refused(
+    chatty: PreTrainedTokenizerBase, variables: str, words: str
+) -> None:
+    chatty.add_special_tokens({"bos_token": "<|im_start|>"})
+    with pytest.raises(InvalidArgumentError, match=f"chat_template_kwargs{words}|chat_template_kwargs {words}"):
+        PromptEncoder(chatty).chat(CHAT, special_tokens=False, variables=variables)
 
 
 def test_a_special_token_in_a_message_is_text(chatty: PreTrainedTokenizerBase) -> None:

@@ -27,6 +27,7 @@ from tests.support.services import running_services
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %} At once:{% endif %}"
 )
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who <|endoftext|> are you?"}]
 
@@ -168,9 +169,34 @@ def test_prompts_are_counted_as_they_are_completed(chatty: Chatty) -> None:
     assert chatty.grpc.detokenize(going_on["tokens"]).endswith("are you?")
 
 
+def test_a_chats_template_may_have_variables(chatty: Chatty) -> None:
+    variables = {"enable_thinking": False, "unread": None}
+    plain = chatty.grpc.tokenize(CHAT).token_ids
+    told = chatty.grpc.tokenize(CHAT, chat_template_kwargs=variables).token_ids
+    assert chatty.grpc.detokenize(told) == f"{chatty.grpc.detokenize(plain)} At once:"
+    body = {"messages": CHAT, "chat_template_kwargs": variables}
+    assert requests.post(f"{chatty.url}/tokenize", json=body, timeout=60).json()["tokens"] == list(told)
+    answer = chatty.openai.chat.completions.create(
+        model="target",
+        messages=CHAT,
+        max_tokens=1,
+        extra_body={"chat_template_kwargs": variables},
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(told)
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param", "words"),
     [
+        ("tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "for messages"),
+        (
+            "tokenize",
+            {"messages": CHAT, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "the service sets messages itself",
+        ),
+        ("tokenize", {"messages": CHAT, "chat_template_kwargs": 5}, "chat_template_kwargs", "dictionary"),
         ("tokenize", {}, "prompt", "either prompt or messages"),
         ("tokenize", {"prompt": "a", "messages": CHAT}, "messages", "either prompt or messages"),
         ("tokenize", {"prompt": ["a"]}, "prompt", "prompt"),

@@ -17,7 +17,7 @@ from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.distill.distillation import Distillation, minutes
 from dynatree.distill.folder import Folder
-from dynatree.distill.labels import Labeller
+from dynatree.distill.labels import HELD_BACK, Labeller
 from dynatree.distill.outcome import outcome
 from dynatree.distill.student import check_head, cut, default_layers, dense, from_config, kept_layers
 from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
@@ -28,9 +28,10 @@ from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.tokenizer import fingerprint, load_tokenizer
 from dynatree.engine.quantized.dequantized import dequantized_model
 from dynatree.engine.quantized.loading import method_of
-from dynatree.engine.settings import ModelSettings
+from dynatree.engine.settings import ModelSettings, is_gguf
 from dynatree.engine.support.families import recurs
 
+HELD_BACK_SHARE = 0.05  # of the time, in which the target labels held-back text; a first piece may take longer
 MEASURING = 0.1  # share of the time in which the outcome is measured; the loading of both models comes before it
 
 
@@ -87,7 +88,7 @@ def _train(
     before = clock()
     target = load_target(model)
     loading = clock() - before
-    saved = target.dtype
+    saved = dtype if is_gguf(model) or method_of(target.config) else target.dtype  # dequantised weights are in float32
     config = target.config.get_text_config()
     shape: Sequence[int] | str
     if options.draft_config:
@@ -118,10 +119,16 @@ def _train(
         target.to(dtype)  # type: ignore[arg-type]
     labeller = Labeller(target, texts, chat_frame(tokenizer), options.seed)
     folder.begin(dependencies, options.resume)
-    held_back = {"text": labeller.held_back(answers=False)}
-    if options.answers:
-        held_back["answers"] = labeller.held_back(answers=True)
-    total, prepared = 60 * options.minutes, clock()
+    total, loaded = 60 * options.minutes, clock()
+    print(f"loaded in {minutes(loaded - begun)}; the target now labels text that is held back", flush=True)
+    held_back = {
+        kind: labeller.held_back(answers=answers, goes_on=lambda: clock() - loaded < HELD_BACK_SHARE * total)
+        for kind, answers in (("text", False), ("answers", True))
+        if options.answers or not answers
+    }
+    if fewest := [kind for kind, labels in held_back.items() if len(labels.tokens) < HELD_BACK]:
+        print(f"fewer than {HELD_BACK} sequences of held-back {' and '.join(fewest)} were labelled in time", flush=True)
+    prepared = clock()
     seconds = max(total * (1 - MEASURING) - (prepared - begun) - 2 * loading, total / 2)
     training = Training(student, seconds, options.seed, folder.labels, dtype, clock)
     if folder.state.exists():

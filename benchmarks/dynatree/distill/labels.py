@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from dynatree.distill.texts import LENGTH, PROMPT, Texts, windows
 from dynatree.engine.offload.choice import kv_bytes_of
 
 SEQUENCES = 64  # of a file
-HELD_BACK = 16  # sequences of the held-back labels, of each kind
+HELD_BACK = 16  # sequences of the held-back labels, of each kind, at most
+HELD_BACK_PIECE = 4  # of them at a time, so that a slow machine can stop early
 TOP = 32  # tokens whose probabilities are kept
 _TEMPERATURE = 0.7  # of every second answer; the others are greedy
 _ROWS = 1024  # rows whose logits over the whole vocabulary are in memory at once
@@ -85,11 +87,21 @@ class Labeller:
         """Let the target continue random prompts, in the chat template or as they are."""
         return self._answer(self._texts.training, SEQUENCES, number, chat=chat)
 
-    def held_back(self, *, answers: bool) -> Labels:
-        """Label windows of the held-back texts, or answers to prompts of them."""
-        if answers:
-            return self._answer(self._texts.held_back, HELD_BACK, -1, chat=False)
-        return self._label(windows(self._texts.held_back, HELD_BACK, LENGTH, self._generator(-2)))
+    def held_back(self, *, answers: bool, goes_on: Callable[[], bool] = lambda: True) -> Labels:
+        """Label windows of the held-back texts, or answers to prompts of them.
+
+        Args:
+            answers: Whether the target answers prompts.
+            goes_on: Is asked before each `HELD_BACK_PIECE` sequences but the first whether there is time for them.
+        """
+        generator = self._generator(-1 if answers else -2)
+        sequences = windows(self._texts.held_back, HELD_BACK, PROMPT if answers else LENGTH, generator)
+        parts: list[Labels] = []
+        for rows in torch.split(sequences, min(HELD_BACK_PIECE, self._at_once)):
+            if parts and not goes_on():
+                break
+            parts.append(self._continue(rows, generator) if answers else self._label(rows))
+        return Labels.join(parts)
 
     def _generator(self, number: int) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(self._seed, number) >> 1)

@@ -22,6 +22,7 @@ from dynatree.replay.runs import Settings, Task, groups, replay_group
 
 PROMPTS = 6
 TEMPERATURES = (0.0, 0.7)
+RANK = "; so few prompts say little: dynatree rank measures more of them"  # when the time was over early
 LEAST_GAIN = 1.02  # of a draft that pays, over n-grams alone
 PROMPT_TOKENS = 64
 NEW_TOKENS = 48
@@ -92,7 +93,7 @@ def outcome(
                 f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
                 f"{acceptance}, {result.speedup:.2f} x plain"
             )
-    yield _advice(speeds, draft)
+    yield _advice(speeds, draft) + (RANK if count < PROMPTS else "")
 
 
 def _advice(speeds: dict[str, list[float]], draft: Path) -> str:

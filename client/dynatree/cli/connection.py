@@ -30,7 +30,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         help="time to wait for a server that is starting (default: fail at once if no server listens)",
     )
     group.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="time limit of a request (default: none)")
-    group.add_argument("--token-file", metavar="FILE", help="file that contains only the token to send to the server")
+    group.add_argument("--token-file", metavar="FILE", help="file with only the token to send, without its principal")
     group.add_argument(
         "--insecure", action="store_true", help="send the token to other machines even over an unencrypted connection"
     )

@@ -28,21 +28,36 @@ def failure(addresses: str, *, plain: bool) -> str:
         except OSError as error:
             reasons.append(f"{address}: {error.strerror or error}")
         else:
-            other = another_service(address) if plain else ""
-            if not other:
+            answer = _answer(address) if plain else None
+            if answer == b"":
+                reasons.append(
+                    f"{address}: it closes unencrypted connections; if it has TLS, name its authority with --ca"
+                )
+            elif other := _described(answer):
+                reasons.append(f"{address}: it is {other}, not a gRPC port")
+            else:
                 return ""
-            reasons.append(f"{address}: it is {other}, not a gRPC port")
     return "; ".join(reasons)
 
 
 def another_service(address: str) -> str:
     """Describe the server that answers a plain connection to an address; "" if it may be a gRPC service."""
+    return _described(_answer(address))
+
+
+def _answer(address: str) -> bytes | None:
+    """Return how a server answers a plain connection: not at all if it closes it; None if it does not in time."""
     try:
         with _connected(address) as connection:
             connection.sendall(_PREFACE)
-            answer = connection.recv(64)
+            return connection.recv(64)
+    except ConnectionResetError:
+        return b""
     except OSError:
-        return ""
+        return None
+
+
+def _described(answer: bytes | None) -> str:
     if not answer or answer[_FRAME_TYPE : _FRAME_TYPE + 1] == _SETTINGS:
         return ""
     return "an HTTP port" if answer.startswith((b"HTTP/", b"<")) else "another service's port"

@@ -279,6 +279,7 @@ class Client(BaseClient):
         continue_final_message: bool = False,
         token_strings: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> Tokens:
@@ -291,6 +292,7 @@ class Client(BaseClient):
             continue_final_message: as for `generate`.
             token_strings: whether to return the tokens' spellings in the vocabulary.
             tools: as for `generate`.
+            chat_template_kwargs: as for `generate`.
             timeout: as for `generate`.
             metadata: as for `generate`.
 
@@ -305,6 +307,7 @@ class Client(BaseClient):
             continue_final_message=continue_final_message,
             token_strings=token_strings,
             tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         sent = self._with(metadata)
 

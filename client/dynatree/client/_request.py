@@ -85,6 +85,8 @@ class GenerateOptions(TypedDict, total=False):
             assistant's next turn; False by default.
         tools: the functions that the assistant may call in a chat, each a mapping in OpenAI's form. Its calls are part
             of the text, in the form that `ServiceInfo.tool_format` names.
+        chat_template_kwargs: further variables of a chat's template, such as `{"enable_thinking": False}`. A variable
+            that the template does not read has no effect.
         log_probs: whether to return the tokens' log-probabilities.
         top_log_probs: the number of likeliest tokens to return at the position of each token, with their
             log-probabilities: 0 (the default) to 20. A number above 0 implies `log_probs`.
@@ -123,6 +125,7 @@ class GenerateOptions(TypedDict, total=False):
     special_tokens: bool
     continue_final_message: bool
     tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] | None
     log_probs: bool
     top_log_probs: int
     prompt_log_probs: bool
@@ -158,6 +161,7 @@ def build_request(
     special_tokens: bool = False,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     log_probs: bool = False,
     top_log_probs: int = 0,
     prompt_log_probs: bool = False,
@@ -225,9 +229,11 @@ def build_request(
         request.store = False
     continues = _flag("continue_final_message", continue_final_message)
     if _is_chat(prompt):
-        request.chat.CopyFrom(_chat(prompt, continues, tools))
-    elif continues or tools:
-        _refuse(f"{'continue_final_message is' if continues else 'tools are'} for chats")
+        request.chat.CopyFrom(_chat(prompt, continues, tools, chat_template_kwargs))
+    elif continues:
+        _refuse("continue_final_message is for chats")
+    elif tools or chat_template_kwargs:
+        _refuse(f"{'tools' if tools else 'chat_template_kwargs'} are for chats")
     elif isinstance(prompt, str):
         request.text = _string("prompt", prompt)
     else:
@@ -244,6 +250,7 @@ def build_tokenize_request(
     continue_final_message: bool = False,
     token_strings: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> draft_pb2.TokenizeRequest:
     """Build the request of one call of `tokenize`.
 
@@ -257,9 +264,10 @@ def build_tokenize_request(
         token_strings=_flag("token_strings", token_strings),
     )
     if _is_chat(prompt):
-        request.chat.CopyFrom(_chat(prompt, _flag("continue_final_message", continue_final_message), tools))
-    elif tools:
-        _refuse("tools are for chats")
+        continues = _flag("continue_final_message", continue_final_message)
+        request.chat.CopyFrom(_chat(prompt, continues, tools, chat_template_kwargs))
+    elif tools or chat_template_kwargs:
+        _refuse(f"{'tools' if tools else 'chat_template_kwargs'} are for chats")
     else:
         request.text = _string("prompt", prompt)
     return _sized(request)
@@ -356,8 +364,15 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _chat(messages: Sequence[object], continue_final_message: bool, tools: Sequence[object] = ()) -> draft_pb2.Chat:
+def _chat(
+    messages: Sequence[object],
+    continue_final_message: bool,
+    tools: Sequence[object],
+    variables: Mapping[str, Any] | None,
+) -> draft_pb2.Chat:
     chat = draft_pb2.Chat(continue_final_message=continue_final_message, tools=_json_array("tools", tools))
+    if variables is not None:
+        chat.template_variables = _string("chat_template_kwargs", _json("chat_template_kwargs", variables))
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or message.keys() - {*_OPTIONAL} != {"role", "content"}:
             raise TypeError(

@@ -160,6 +160,7 @@ class Gateway:
             continue_final_message=body.continues,
             token_strings=bool(body.return_token_strs),
             tools=[each.described for each in body.tools or ()],
+            chat_template_kwargs=body.chat_template_kwargs,
             metadata=metadata,
         )
         answer = {

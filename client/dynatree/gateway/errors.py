@@ -38,7 +38,7 @@ CLIENT_DISCONNECTED = 499  # nginx's "client closed request"
 LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
-_NAMED = re.compile(r"(messages\.[a-z0-9_.]+): ")  # begins the service's words about a field in a message
+_NAMED = re.compile(r"(messages\.[a-z0-9_.]+|chat_template_kwargs): ")  # begins the service's words about a field
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
@@ -101,7 +101,10 @@ class ApiError(Exception):
         top = found[0][0][:1]
         # A value of a union type has errors for every alternative; report the alternative that matched furthest.
         found = [(path, each) for path, each in found if path[:1] == top]
-        path, first = max(found, key=lambda item: (len(item[0]), [part for part in item[0] if isinstance(part, int)]))
+        long = [item for item in found if item[1]["type"] == "too_long"]  # so its elements were right
+        path, first = max(
+            long or found, key=lambda item: (len(item[0]), [part for part in item[0] if isinstance(part, int)])
+        )
         name = ".".join(map(str, path))
         if first["type"] == "extra_forbidden":
             return cls(400, f"{name} is not supported", param=name, code="unsupported_parameter")

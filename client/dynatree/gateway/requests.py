@@ -47,6 +47,9 @@ def _without_nulls(body: Any) -> Any:
     return fields
 
 
+_Variables = Annotated[dict[str, Any], BeforeValidator(_without_nulls)]
+
+
 class StreamOptions(Body):
     """Further content of a stream.
 
@@ -65,6 +68,7 @@ class CompletionOptions(Structured):
     Attributes:
         model: The model's name, as `/v1/models` lists it; null means the served model.
         temperature: Divides the logits; 0 is greedy decoding. The default is 1, as in OpenAI's API.
+        top_p: Keep the likeliest tokens up to this probability; 0 keeps one.
         top_k: Keep the k likeliest tokens; 0 and -1 keep all.
         repetition_penalty: The default is the value of the target's generation_config.
         user: The principal of the request if the draft service does not authenticate callers; principals are served in
@@ -77,7 +81,7 @@ class CompletionOptions(Structured):
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stop: _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -136,8 +140,8 @@ class CompletionOptions(Structured):
         """Return the client library's options that completions and chats share."""
         options = GenerateOptions(
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k or 0, 0),
+            top_p=self.top_p or None,
+            top_k=1 if self.top_p == 0 else max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -287,16 +291,18 @@ _Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESS
 
 
 class Template(Body):
-    """How the rendered chat template ends; exactly one of the two fields may be true.
+    """How the chat template is rendered, and how it ends; exactly one of the first two fields may be true.
 
     Attributes:
         add_generation_prompt: Whether the prompt ends with the beginning of the assistant's next turn. By default, the
             opposite of `continue_final_message`.
         continue_final_message: Whether the last message is left open, so that the completion continues it.
+        chat_template_kwargs: Further variables of the template.
     """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: _Variables | None = None
 
     @model_validator(mode="after")
     def _has_one_end(self) -> Self:
@@ -405,6 +411,7 @@ class ChatRequest(CompletionOptions, Template):
             tools=[each.described for each in self.tools or ()] if self.tool_choice != "none" else (),
             max_new_tokens=self.new_tokens,
             continue_final_message=self.continues,
+            chat_template_kwargs=self.chat_template_kwargs,
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
@@ -441,8 +448,9 @@ class TokenizeRequest(Template):
     def _one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise at_odds("prompt" if self.prompt is None else "messages", "expected either prompt or messages")
-        if self.messages is None and self.tools:
-            raise at_odds("tools", "tools are for messages, and the request has a prompt")
+        for name in ("tools", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name):
+                raise at_odds(name, f"{name} are for messages, and the request has a prompt")
         if self.messages is not None and self.add_special_tokens:
             raise at_odds(
                 "add_special_tokens",

@@ -105,8 +105,13 @@ class PromptReader:
                 Message(each.role, each.content, each.name, each.tool_calls, each.tool_call_id)
                 for each in message.chat.messages
             ]
-            continues, tools = message.chat.continue_final_message, message.chat.tools
-            encode = partial(self._encoder.chat, messages, continue_final_message=continues, tools=tools)
+            encode = partial(
+                self._encoder.chat,
+                messages,
+                continue_final_message=message.chat.continue_final_message,
+                tools=message.chat.tools,
+                variables=message.chat.template_variables,
+            )
         else:
             encode = partial(self._encoder.text, message.text, add_special_tokens=add_special_tokens)
         size = sum(len(text.encode()) for text in _all_texts(message))
@@ -157,8 +162,8 @@ def _texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> It
 
 
 def _all_texts(message: draft_pb2.GenerateRequest | draft_pb2.TokenizeRequest) -> Iterator[str]:
-    """Yield the texts of a prompt, those of tools and their calls included."""
-    yield from (*_texts(message), message.chat.tools)
+    """Yield the texts of a prompt, those of tools, their calls and the template's variables included."""
+    yield from (*_texts(message), message.chat.tools, message.chat.template_variables)
     for each in message.chat.messages:
         yield from (each.tool_calls, each.tool_call_id)
 

@@ -114,14 +114,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ..., prompt_text: bool = ..., store: bool = ..., grammar: _Optional[_Union[_tree_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "continue_final_message", "tools")
+    __slots__ = ("messages", "continue_final_message", "tools", "template_variables")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     continue_final_message: bool
     tools: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., continue_final_message: bool = ..., tools: _Optional[str] = ...) -> None: ...
+    template_variables: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., continue_final_message: bool = ..., tools: _Optional[str] = ..., template_variables: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id")

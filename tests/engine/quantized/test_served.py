@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.loading import load_engine
@@ -102,6 +103,28 @@ def other_method(folder):
     return path, {}
 
 
+def groups_out_of_order(folder):
+    path = packed(folder)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    state = load_file(path / "model.safetensors")
+    state = {name: each.flip(0) if name.endswith(".g_idx") else each for name, each in state.items()}
+    save_file(state, path / "model.safetensors")
+    return path, {}
+
+
+def packed_experts(folder):
+    path = packed(folder)
+    whole = save_random_model(folder / "mixture", "qwen3_moe", seed=1)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    mixture = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(mixture | {"quantization_config": config}))
+    state = load_file(whole / "model.safetensors")
+    save_file({name: each for name, each in state.items() if "expert" not in name}, whole / "model.safetensors")
+    return whole, {}
+
+
 def rounded_twice(folder):
     return packed(folder), {"weights": "int8"}
 
@@ -127,6 +150,8 @@ def a_longer_context(folder):
         (lacks_a_tensor, "no place for its tensor blk.9.attn_k.weight"),
         (three_bits, "its weights have 3 bits, expected 4 or 8"),
         (other_method, "version gemv, expected 4 and gemm"),
+        (groups_out_of_order, "its groups of inputs are not in order"),
+        (packed_experts, "experts in gptq weights are not served"),
         (rounded_twice, "has gptq weights, which cannot be rounded again to int8"),
         (inputs_in_no_group, "has 72 inputs, expected multiples of 16"),
         (beams, "its generation_config sets num_beams"),

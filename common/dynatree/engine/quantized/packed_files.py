@@ -15,7 +15,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.model.checkpoint import Checkpoint
 from dynatree.engine.quantized.layers import layer_of
 from dynatree.engine.weights.packed_weights import format_of
-from dynatree.engine.weights.quantized_weight import format_name
+from dynatree.engine.weights.quantized_weight import QuantizedWeight, format_name
 
 
 class PackedFiles:
@@ -38,7 +38,7 @@ class PackedFiles:
             native: Whether the project's own kernels compute the model.
 
         Raises:
-            StartupError: The format is not served, or a tensor is missing.
+            StartupError: The format is not served, or a tensor is missing, or the groups of GPTQ are not in order.
         """
         self.name = name
         self._native = native
@@ -48,7 +48,7 @@ class PackedFiles:
         except ValueError as error:
             raise self._refusal(error) from None
         self._checkpoint = Checkpoint(folder, name, model)
-        packed = {path for path, layer in model.named_modules() if self._tensors(layer, path)}
+        packed = {path: layer for path, layer in model.named_modules() if self._tensors(layer, path)}
         needed = [
             f"{owner}.{self._format.scales}" if last == "weight" and owner in packed else name
             for name, _ in model.named_parameters()
@@ -56,7 +56,14 @@ class PackedFiles:
         ]
         missing = [each for each in needed if each not in self._checkpoint]
         if missing:
-            raise self._refusal(f"its checkpoint lacks {missing[0]}")
+            mixture = ".experts." in missing[0]
+            raise self._refusal(
+                f"experts in {self._format.name} weights are not served"
+                if mixture
+                else f"its checkpoint lacks {missing[0]}"
+            )
+        if settings.get("desc_act") and packed:  # one layer shows whether the groups are in order
+            self._weight(*next(iter(packed.items())))
 
     @property
     def formats(self) -> str:
@@ -80,23 +87,28 @@ class PackedFiles:
     def fill(self, module: nn.Module, prefix: str = "") -> None:
         """See `WeightFiles.fill`."""
         for path, layer in list(module.named_modules()):
-            own = self._tensors(layer, prefix + path)
-            if not own or not layer.weight.is_meta:
+            if not self._tensors(layer, prefix + path) or not layer.weight.is_meta:
                 continue
-            stored = self._checkpoint.stored(own.values())
-            try:
-                weight = self._format.unpacked({each: stored[full] for each, full in own.items()})
-            except KeyError as error:
-                raise self._refusal(f"its checkpoint lacks {prefix}{path}.{error.args[0]}") from None
-            except ValueError as error:
-                raise self._refusal(f"{prefix}{path}: {error}") from None
-            expected = list(layer.weight.shape)
-            if list(weight.codes.shape) != expected:
-                raise self._refusal(f"{prefix}{path} is {list(weight.codes.shape)}, expected {expected}")
+            weight = self._weight(prefix + path, layer)
             bias = f"{prefix}{path}.bias"
             loaded = None if layer.bias is None else self._checkpoint.read([bias])[bias]
             module.set_submodule(path, layer_of(weight, loaded, self._dtype, self._native))
         self._checkpoint.fill(module, prefix)
+
+    def _weight(self, path: str, layer: nn.Module) -> QuantizedWeight:
+        """Read the weight of the layer at a path in the model."""
+        own = self._tensors(layer, path)
+        stored = self._checkpoint.stored(own.values())
+        try:
+            weight = self._format.unpacked({each: stored[full] for each, full in own.items()})
+        except KeyError as error:
+            raise self._refusal(f"its checkpoint lacks {path}.{error.args[0]}") from None
+        except ValueError as error:
+            raise self._refusal(f"{path}: {error}") from None
+        expected = list(layer.weight.shape)  # type: ignore[arg-type]
+        if list(weight.codes.shape) != expected:
+            raise self._refusal(f"{path} is {list(weight.codes.shape)}, expected {expected}")
+        return weight
 
     def _tensors(self, layer: nn.Module, path: str) -> dict[str, str]:
         """Return the packed tensors of the layer at a path in the model, by their names in the format."""

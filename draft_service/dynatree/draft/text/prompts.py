@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.text.prompt_text import decoded
-from dynatree.draft.text.tools import Fields, odd_arguments, parsed, replaced, without_tools, written_format
+from dynatree.draft.text.tools import (
+    Fields,
+    odd_arguments,
+    parsed,
+    parsed_object,
+    replaced,
+    without_tools,
+    written_format,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class PromptEncoder:
         self._ids = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._writes_tools = written_format(tokenizer.chat_template)
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._own_variables = {*parameters, "self", "messages", *tokenizer.special_tokens_map}
         self._special = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
     @property
@@ -96,14 +107,16 @@ class PromptEncoder:
         special_tokens: bool,
         continue_final_message: bool = False,
         tools: str = "",
+        variables: str = "",
     ) -> tuple[int, ...]:
         """Encode a chat by the template; it ends with the open turn of the assistant, or with the open last message.
 
-        `tools` describes the functions that the assistant may call, as a JSON array.
+        `tools` describes the functions that the assistant may call, as a JSON array. `variables` are further variables
+        of the template, as a JSON object.
 
         Raises:
             InvalidArgumentError: There is no message, the tokenizer has no template, the template refuses the messages,
-                or the functions or calls are not JSON arrays of objects.
+                the functions or calls are not JSON arrays of objects, or a variable has a name of the service's own.
         """
         if not messages:
             raise InvalidArgumentError("the chat has no messages; expected at least one")
@@ -111,10 +124,14 @@ class PromptEncoder:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
         hidden: dict[str, str] = {}  # texts that look like special tokens, by their marks in the rendered chat
         said, described = [each.fields for each in messages], parsed("tools", tools)
+        given = parsed_object("chat_template_kwargs", variables)
+        taken = given.keys() & self._own_variables
+        if taken:
+            raise InvalidArgumentError(f"chat_template_kwargs: the service sets {' and '.join(sorted(taken))} itself")
         try:
             if not special_tokens:
                 hide = partial(self._hide, hidden=hidden)
-                said, described = replaced(said, hide), replaced(described, hide)
+                said, described, given = (replaced(each, hide) for each in (said, described, given))
             if self._writes_tools is None:
                 said, described = without_tools(said, described), []
             rendered = self._tokenizer.apply_chat_template(
@@ -123,6 +140,7 @@ class PromptEncoder:
                 tokenize=False,
                 add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,
+                **given,
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:  # also faults of templates
             field = odd_arguments(said)

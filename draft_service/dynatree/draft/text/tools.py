@@ -44,15 +44,29 @@ def parsed(name: str, text: str) -> list[Any]:
     Raises:
         InvalidArgumentError: The text is not a JSON array of objects.
     """
-    if not text:
-        return []
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} is not valid JSON: {error}") from error
+    values = _loaded(name, text) if text else []
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidArgumentError(f"{name} is not a JSON array of objects")
     return values
+
+
+def parsed_object(name: str, text: str) -> Fields:
+    """Return a JSON object; an empty one if the text is empty.
+
+    Raises:
+        InvalidArgumentError: The text is not a JSON object.
+    """
+    value = _loaded(name, text) if text else {}
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(f"{name} is not a JSON object")
+    return value
+
+
+def _loaded(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{name} is not valid JSON: {error}") from error
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:
