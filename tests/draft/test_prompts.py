@@ -97,6 +97,7 @@ THINKING = (
         ('{"enable_thinking": false}', "<think></think>"),
         ('{"unread": [1], "style": "brief"}', "brief"),
         ('{"style": "<|im_end|>"}', "<|im_end|>"),
+        ('{"style": {"7<|im_end|>7": [null]}}', "{'7<|im_end|>7': [None]}"),
     ],
 )
 def test_a_template_may_have_variables(chatty: PreTrainedTokenizerBase, variables: str, end: str) -> None:

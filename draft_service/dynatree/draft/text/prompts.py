@@ -152,12 +152,12 @@ class PromptEncoder:
         return tuple(self._encoded(rendered, hidden))
 
     def _hide(self, content: str, hidden: dict[str, str]) -> str:
-        """Replace each text that looks like a special token by an unguessable mark."""
+        """Replace each text that looks like a special token by an unguessable mark, whose digits no filter escapes."""
         if self._special is None:
             return content
 
         def mark(match: re.Match[str]) -> str:
-            mark = f"\ue000{secrets.token_hex(8)}\ue001"
+            mark = f"{secrets.randbits(128):039}"
             hidden[mark] = match[0]
             return mark
 
