@@ -87,7 +87,8 @@ def _train(
     dtype = torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
     before = clock()
     target = load_target(model)
-    loading = clock() - before
+    loaded = clock()
+    loading = loaded - before
     saved = dtype if is_gguf(model) or method_of(target.config) else target.dtype  # dequantised weights are in float32
     config = target.config.get_text_config()
     shape: Sequence[int] | str
@@ -119,7 +120,7 @@ def _train(
         target.to(dtype)  # type: ignore[arg-type]
     labeller = Labeller(target, texts, chat_frame(tokenizer), options.seed)
     folder.begin(dependencies, options.resume)
-    total, loaded = 60 * options.minutes, clock()
+    total = 60 * options.minutes
     print(f"loaded in {minutes(loaded - begun)}; the target now labels text that is held back", flush=True)
     held_back = {
         kind: labeller.held_back(answers=answers, goes_on=lambda: clock() - loaded < HELD_BACK_SHARE * total)
