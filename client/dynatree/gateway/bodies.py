@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from bisect import bisect_left
 from codecs import BOM_UTF8
 from typing import TypeVar
 
@@ -93,9 +94,7 @@ def _parsed(body: bytes, model: type[Body]) -> Body:
 
 def _last_path(body: bytes, line: int, column: int) -> str:
     """Return the path, as long as an error's may be, of the last value before a place in a body; both count from 1."""
-    begin = 0
-    for _ in range(line - 1):
-        begin = body.index(b"\n", begin) + 1
+    begin = bisect_left(range(len(body)), line - 1, key=lambda end: body.count(b"\n", 0, end))
     value = from_json(body[: begin + column - 1], allow_partial=True)
     path = ""
     while isinstance(value, dict | list) and value:
