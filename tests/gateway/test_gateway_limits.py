@@ -26,7 +26,7 @@ from dynatree.gateway.models import Models
 from dynatree.gateway.open_requests import OpenRequests
 from dynatree.serving.security import SecuritySettings
 from tests.support.certificates import Authority
-from tests.support.gateways import Gateway, served_here, wait_for
+from tests.support.gateways import LOCAL, Gateway, served_here, wait_for
 from tests.support.gateways import gateway_fixture as gateway_fixture
 from tests.support.processes import EmbeddedServices
 
@@ -91,6 +91,39 @@ SLOW: dict[str, tuple[bytes, bytes]] = {
     "the rest of a body that is refused": (HEAD + b"Content-Length: 99999999\r\n\r\n", b"HTTP/1.1 413"),
     "a body that nobody asked for": (b"GET /version" + HEAD[20:] + b"Content-Length: 999\r\n\r\n", b"HTTP/1.1 200"),
 }
+
+
+REFUSED = {  # what is refused before all of it has come -> the status
+    "a path": (b"POST /no HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8388608\r\n", 404),
+    "a method": (b"POST /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8388608\r\n", 405),
+    "a length": (HEAD + b"Content-Length: 8388608\r\n", 413),
+    "a type": (HEAD.replace(b"json", b"xml") + b"Content-Length: 8388608\r\n", 415),
+    "a host": (HEAD.replace(b"localhost", b"example.com") + b"Content-Length: 8388608\r\n", 421),
+    "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1000, 400),
+    "a head": (b"POST /v1/completions\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_client_that_sends_all_before_it_reads_receives_its_refusal(
+    embedded_services: EmbeddedServices, tmp_path: Path, name: str, encrypted: bool
+) -> None:
+    head, status = REFUSED[name]
+
+    def act(url: str) -> None:
+        with connected(url) as plain:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            with context.wrap_socket(plain) if encrypted else plain as connection:
+                connection.sendall(head + b"Connection: close\r\n\r\n")
+                for _ in range(128):
+                    connection.sendall(bytes(2**16))
+                assert connection.recv(12) == b"HTTP/1.1 %d" % status
+
+    pair = Authority(tmp_path).pair("gateway")
+    security = SecuritySettings(pair.certificate, pair.key) if encrypted else LOCAL
+    served_here(embedded_services.draft_address, act, Limits(), security)
 
 
 @pytest.mark.parametrize("drips", [False, True])

@@ -13,7 +13,7 @@ import ssl
 from asyncio import sslproto
 from collections.abc import Callable, Collection
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,7 +37,7 @@ class Phase(Enum):
     HEAD = auto()  # receiving the head of the first request, or the rest of a later head
     IDLE = auto()  # between two requests
     WORK = auto()  # reading and answering a request
-    REST = auto()  # receiving the rest of a body after its answer
+    REST = auto()  # receiving the rest of a request after its answer
     TAKING = auto()  # the write buffer is full: the client reads too slowly
     CLOSING = auto()
 
@@ -60,6 +60,30 @@ class _Parser(h11.Connection):
         return event
 
 
+class _Lingering:
+    """A transport whose `close` lets the client send the rest of its request first, and so read its answer.
+
+    An operating system answers bytes that nobody reads with a reset, which destroys the answer on its way (RFC 9112,
+    section 9.6). The client closes the connection, or its deadline does, or a second `close`.
+    """
+
+    def __init__(self, transport: asyncio.Transport, unread: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._unread = unread
+        self.lingers = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if self.lingers or self._transport.is_closing() or not self._unread():
+            self._transport.close()
+            return
+        self.lingers = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+
 class Connection(H11Protocol):
     """One connection with an HTTP client.
 
@@ -78,8 +102,15 @@ class Connection(H11Protocol):
         self._full_since: float | None = None  # when the write buffer became full
         self._full_bytes = 0
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin; once a request is refused, `transport` lingers until its client has sent it."""
+        self._lingering = _Lingering(transport, lambda: self.conn.their_state in (h11.SEND_BODY, h11.ERROR))
+        super().connection_made(cast(asyncio.Transport, self._lingering))
+
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; abort if the client has pipelined too many bytes before the answer."""
+        if self._lingering.lingers:
+            return
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > self._limits.ahead_bytes:
             self.transport.abort()
@@ -131,7 +162,7 @@ class Connection(H11Protocol):
 
     @property
     def _in_work(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete and not self._lingering.lingers
 
     def _look(self) -> None:
         phase = self._now_at()
@@ -144,6 +175,8 @@ class Connection(H11Protocol):
     def _now_at(self) -> Phase:
         if self.transport.is_closing():
             return Phase.CLOSING
+        if self._lingering.lingers:
+            return Phase.REST
         if self._full_since is not None:
             return Phase.TAKING
         if self._in_work:

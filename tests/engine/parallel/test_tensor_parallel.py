@@ -205,7 +205,7 @@ def test_ranks_that_are_out_of_step_compute_nothing_more(tmp_path: Path) -> None
 @pytest.mark.long
 def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -> None:
     done = run_forwards(tmp_path, STANDING_STILL)
-    assert done.returncode == EX_SOFTWARE
+    assert done.returncode == EX_SOFTWARE, done
     lines = done.stderr.splitlines()
     assert "a forward pass has taken 2 s; a rank of the model may hang" in lines
     assert "a rank of the model has hung for 4 s, so the service ends" in lines
