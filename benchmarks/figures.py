@@ -17,7 +17,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from dynatree.bench.figures import DEFINITION, INTERVALS, Cell, by, cells, frame
+from dynatree.bench.figures import Cell, by, cells, frame
 from dynatree.bench.load.figures import load_runs
 from dynatree.bench.methods import PLAIN
 from dynatree.bench.record import Report, load
@@ -297,22 +297,6 @@ def clients() -> str:
     return markdown(rows)
 
 
-def costs() -> str:
-    """What a round costs, in plain steps, by nodes; and the floor."""
-    measured = report("costs")["costs"]
-    plain = median(measured["plain_seconds"])
-    rows = [
-        {
-            "nodes": str(point["nodes"]),
-            "round, ms": f"{1e3 * median(point['seconds']):.0f}",
-            "plain steps": f"{median(point['seconds']) / plain:.2f}",
-        }
-        for point in measured["points"]
-        if point["curve"] == "nodes"
-    ]
-    return markdown(rows)
-
-
 def floor() -> str:
     """A sentence on the plain step and the memory's speed."""
     measured = report("costs")["costs"]
@@ -338,11 +322,6 @@ def machine() -> str:
         f"{max(speeds):.0f} GB/s, at commit {', '.join(commits)}, with torch {versions['torch']} and transformers "
         f"{versions['transformers']}."
     )
-
-
-def definition() -> str:
-    """How rates, cells and ratios are defined."""
-    return f"{DEFINITION} {INTERVALS}"
 
 
 def printed(name: str) -> str:
@@ -393,9 +372,3 @@ def regrets() -> str:
     ]
     rows += [row("all, promised / accepted", "all", found, "promised", ".2f")]
     return markdown(rows)
-
-
-def other_machines(kind: str) -> str:
-    """What was measured elsewhere, with older code: "one user" or "many clients"."""
-    rows: dict[str, list[dict[str, str]]] = json.loads((HERE / "other_machines.json").read_text())
-    return markdown(rows[kind])

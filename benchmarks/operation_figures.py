@@ -8,67 +8,13 @@ from statistics import median
 from typing import Any
 
 from figures import HERE, markdown
-from pandas import DataFrame, json_normalize
+from pandas import json_normalize
 
 
 def operated(name: str) -> dict[str, Any]:
     """A file of what operation was measured by: tests/campaigns/fault_matrix.py, benchmarks/operation.py."""
     found: dict[str, Any] = json.loads(gzip.decompress((HERE / "operated" / f"{name}.json.gz").read_bytes()))
     return found
-
-
-def faults() -> str:
-    """What became of completions under faults, and how long they took to resume, by who failed and how."""
-    runs = DataFrame(operated("faults")["runs"])
-    rows = []
-    for (who, how), each in runs[runs["happened"]].groupby(["who", "how"], sort=False):
-        middle, late = each["extra_seconds"].quantile([0.5, 0.99])
-        rows.append(
-            {
-                "who": who,
-                "how": how,
-                "completions": str(len(each)),
-                "with other output": str(len(each) - each["same"].sum()),
-                "time to resume, s: median": f"{max(middle, 0.0):.1f}",
-                "p99": f"{late:.1f}",
-            }
-        )
-    return markdown(rows)
-
-
-def operation_costs() -> str:
-    """By how much TLS, tokens, metrics, traces and logs together slow completions down."""
-    rows = []
-    for name, pair in (("cost-2.8b", "2.8B shape"), ("cost-embedded", "bundled pair")):
-        runs = DataFrame(operated(name)["runs"])
-        for policy, each in runs.groupby("policy", sort=False):
-            low, middle, high = (100 * (1 - each["on"] / each["off"])).quantile([0.25, 0.5, 0.75])
-            rows.append(
-                {
-                    "models": pair,
-                    "policy": f"`{policy}`",
-                    "prompts": str(len(each)),
-                    "slower by, %: median": f"{middle:.1f}",
-                    "quartiles": f"{low:.1f} to {high:.1f}",
-                }
-            )
-    return markdown(rows)
-
-
-def gateway_costs() -> str:
-    """How much later the first token and the last come through the gateway than through the gRPC client."""
-    rows = []
-    for name, pair in (("gateway-2.8b", "2.8B shape"), ("gateway-embedded", "bundled pair")):
-        report = operated(name)
-        runs = json_normalize(report["runs"])
-        later = 1000 * (runs["http.first"] - runs["grpc.first"])
-        slower = 100 * (runs["http.last"] / runs["grpc.last"] - 1)
-        row = {"models": pair, "prompts": str(len(runs)), "new tokens": str(report["max_new_tokens"])}
-        for what, values in (("first token later by, ms", later), ("slower by, %", slower)):
-            low, middle, high = values.quantile([0.25, 0.5, 0.75])
-            row |= {f"{what}: median": f"{middle:.1f}", f"{what}: quartiles": f"{low:.1f} to {high:.1f}"}
-        rows.append(row)
-    return markdown(rows)
 
 
 def offloaded() -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from figures import HERE, SUFFIX, markdown
+from figures import HERE, SUFFIX
 
 from dynatree.bench.paper.presets import PRESETS, Experiment
 from dynatree.bench.paper.views import VIEWS
 from dynatree.bench.record import Report, load
-from dynatree.bench.table import NONE, to_markdown
+from dynatree.bench.table import to_markdown
 
 
 @cache
@@ -18,26 +18,6 @@ def records() -> dict[Experiment, Report]:
     experiments = dict.fromkeys(each for preset in PRESETS for each in preset.experiments)
     files = {each: HERE / "paper" / f"{each.name}{SUFFIX}" for each in experiments}
     return {each: load(path) for each, path in files.items() if path.exists()}
-
-
-def presets(version: str) -> str:
-    """The tables and figures of a version: the command, and what of it ran here."""
-    rows = []
-    for preset in PRESETS:
-        if preset.version == version:
-            found = [records()[each] for each in preset.experiments if each in records()]
-            dates = sorted({each["started"][:10] for each in found})
-            scaled = dict.fromkeys(text for each in found for text in each["options"]["paper"]["scaled"])
-            ran = f"{len(found)} of {len(preset.experiments)} measurements, {', '.join(dates)}" if found else "not yet"
-            rows.append(
-                {
-                    "shows": f"{preset.item.capitalize()}: {preset.title}",
-                    "command": f"`--version {version} --{preset.item}`",
-                    "ran here": ran if preset.experiments else "whenever it is printed",
-                    "scaled": ", ".join(scaled) or NONE,
-                }
-            )
-    return markdown(rows)
 
 
 def table(version: str, item: str) -> str:
