@@ -103,7 +103,9 @@ def served(settings: ModelSettings) -> Served:
         weights=others or weights or _name(model.dtype),
         dtype=_name(model.dtype),
         device=str(chosen_device(settings.device)),
-        computed_by=_computed_by(settings, found, model.dtype, weights, others),
+        computed_by=f"transformers with {others} (not tested)"
+        if others
+        else _computed_by(settings, found, model.dtype, weights),
         weight_bytes=0 if others else size(model, ""),
         kv_bytes=kv_bytes_of(found.config, model.dtype),
         state_bytes=recurrent_bytes(settings, recurrent_size_of(model))[0],
@@ -137,11 +139,7 @@ def _weights(settings: ModelSettings, model: PreTrainedModel, files: QuantizedFi
     return formats_of(model, WEIGHTS[settings.weights], output)
 
 
-def _computed_by(
-    settings: ModelSettings, found: Examined, dtype: torch.dtype, quantised: str, others: str | None
-) -> str:
-    if others:
-        return f"transformers with {others}, which is not tested,"
+def _computed_by(settings: ModelSettings, found: Examined, dtype: torch.dtype, quantised: str) -> str:
     if not is_native(chosen_device(settings.device), dtype):
         return "torch, with dequantised weights" if quantised else "torch"
     if not multiplies_natively(dtype, bool(quantised)):

@@ -165,3 +165,12 @@ def test_refusals_have_the_words_of_loading(tmp_path, harm, words):
     with pytest.raises(StartupError) as told:
         served(ModelSettings(str(path), **settings))
     assert str(told.value) == str(refused.value)
+
+
+def test_weights_that_other_packages_read_are_said_to_be_untested(tmp_path):
+    path = save_random_model(tmp_path / "model", "llama", seed=1)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    found = served(ModelSettings(str(path), device="cpu"))
+    assert found.computed_by == "transformers with fp8 (not tested)"
+    assert " on cpu by transformers with fp8 (not tested), " in str(found)
