@@ -1,4 +1,4 @@
-"""Finds the adapter of a family, and hands the `AttentionCall` to layers that pass no keyword arguments on."""
+"""Finds the adapters of a model, and hands the `AttentionCall` to layers that pass no keyword arguments on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from dynatree.engine.adapters import routers
 
 # Families whose attention has an adapter, and families that need none but whose layers get no keyword arguments.
 ADAPTED = frozenset({"falcon", "falcon_mamba", "gptj", "jamba", "mamba", "mamba2", "nemotron", "stablelm"})
@@ -30,8 +32,9 @@ def prepare(model_type: str) -> None:
 def adapt(model: PreTrainedModel) -> None:
     """Let each attention of an adapted family call the registered attention function, and recurrent layers ours.
 
-    Without an `AttentionCall`, the model computes its own layers.
+    Without an `AttentionCall`, the model computes its own layers. Routers of mixtures round once; see `routers`.
     """
+    routers.adapt(model)
     model_type = model.config.model_type
     if model_type in _ADAPTERS:
         _adapter(model_type).adapt(model)
