@@ -5,7 +5,7 @@
 
 builds it, converts both checkpoints, starts servers and prints their options for `compare`; they run until Ctrl-C.
 With several types, the servers of one run after those of another, because they share the memory. A command runs beside
-the servers of each type, with their options behind it and the type for {type}. `make bench` does the same by itself.
+the servers of each type, with their options after it and the type for {type}. `make bench` does the same by itself.
 
 llama.cpp comes in the sources of PyPI's `llama-cpp-python`. They are downloaded and built once, for this machine; that
 takes cmake, ninja, a C++ compiler and a quarter of an hour on two cores. The checkpoints are converted to GGUF with

@@ -2,7 +2,7 @@
 
 A part is a list of steps. Each is kept in one JSON file when it ends, and is not run again. No step is begun that
 the part's time does not hold. The steps run in a process of their own: if one takes it down, as a fault on the device
-does, the next process goes on behind it.
+does, the next process goes on after it.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def drive(options: argparse.Namespace, store: Store) -> int:
         status = subprocess.run(command).returncode
         if status == 0 or left == [name for name in names if not store.settled(name, since)]:
             break
-        print(f"the process ended with status {status}; another goes on behind the step that it was at")
+        print(f"the process ended with status {status}; another goes on after the step that it was at")
     print(f"\n== part {options.part}: {time.time() - since:.0f} s")
     became, lines = ending({name: store.read(name) for name in names})
     for line in lines:

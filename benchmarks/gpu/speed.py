@@ -126,7 +126,7 @@ def trace(context: Context) -> Measured:
 
 
 def _traced(context: Context, prompt: tuple[int, ...], method: Method) -> dict[str, Any]:
-    """Calls of the runtime, copies and kernels a round, behind the prompt; milliseconds of the slowest kernels."""
+    """Calls of the runtime, copies and kernels a round, after the prompt; milliseconds of the slowest kernels."""
     torch.cuda.synchronize()
     mark = torch.profiler.record_function(MARK)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

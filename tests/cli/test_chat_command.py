@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import select
@@ -41,6 +42,21 @@ def test_lines_of_a_pipe_are_turns_of_one_conversation(service: FakeDraftService
     assert said(service, 0) == first
     assert said(service, 1) == [*first, ("assistant", "Héllo"), ("user", "And then?")]
     assert service.requests[1].max_new_tokens == 7
+
+
+def test_variables_of_the_template_go_with_each_turn(service: FakeDraftService, lines) -> None:
+    lines("One\nTwo\n")
+    assert main(["chat", "--server", service.address, "--chat-template-kwargs", '{"enable_thinking": false}']) == 0
+    assert [json.loads(each.chat.template_variables) for each in service.requests] == [{"enable_thinking": False}] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"), [("{", "is not JSON"), ("[1]", "is not a JSON object"), ('"a"', "is not a JSON object")]
+)
+def test_other_variables_are_refused_at_once(service: FakeDraftService, variables, problem, capsys) -> None:
+    assert main(["chat", "--server", service.address, "--chat-template-kwargs", variables]) == 2
+    assert problem in capsys.readouterr().err
+    assert not service.requests
 
 
 def test_a_model_without_a_template_is_told_at_once(service: FakeDraftService, lines, capsys) -> None:

@@ -292,7 +292,7 @@ def test_a_draft_that_would_be_refused_is_not_trained(tmp_path, capsys):
     config = tiny_config("lfm2")
     config.save_pretrained(tmp_path)
     arguments = ("--texts", TEXT, "--out", tmp_path / "out", "--draft-config", tmp_path / "config.json")
-    message = "lfm2 has recurrent layers, and a draft cannot go back behind a state; expected another --draft-model"
+    message = "lfm2 has recurrent layers, and a draft cannot go back before a state; expected another --draft-model"
     assert message in refusal(capsys, *arguments)
     assert not (tmp_path / "out").exists()
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -463,3 +464,62 @@ def test_a_draft_that_is_sure_and_always_wrong_costs_little(points):
     plain = points[0][1]
     _, rate = text_of(0.0, seconds_of(points), lambda _, forwards: plain / 10 * forwards, Costs(measured(*points)))
     assert rate > 0.95 / plain
+
+
+def speeds_of_sessions(shares, forward, reading, costs=None):
+    """Run a session of 60 rounds for each share of positions at which the draft's first guess is right.
+
+    A plain step takes 0.1 s, a forward pass of the draft `forward` seconds, and its prefill `reading`. Return each
+    session's tokens per plain step.
+    """
+    seconds = seconds_of(STEEP)
+    costs = costs or Costs(measured(*STEEP), measured((4, forward)))
+    generator, speeds = random.Random(2), []
+    for session, share in enumerate(shares):
+        policy = create_policy("throughput", {}, costs)
+        unread, tokens, spent = reading, 0, 0.0
+        if policy.reads_prompt(reading, 60):
+            unread, spent = 0.0, reading
+        for number in range(60):
+            context = (1000 + number + 100 * session,)
+            tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=context, unread=unread)
+            sent = tree.freeze(selected)
+            accepted, node = [], ROOT
+            while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
+                accepted.append(node)
+            verify, draft = seconds(len(sent), forwards), forward * forwards
+            if forwards:
+                draft, unread = draft + unread, 0.0
+            policy.observe(outcome_of(sent, tuple(accepted), verify=verify, draft=draft, levels=forwards))
+            tokens += len(accepted) + 1
+            spent += verify + draft
+        speeds.append(tokens / spent * 0.1)
+    return speeds
+
+
+STEEP = ((1, 0.1), (2, 0.102), (4, 0.108), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8))
+
+
+@pytest.mark.parametrize("reading", [0.05, 1.0, 6.0])
+@pytest.mark.parametrize("forward", [0.005, 0.05, 0.2])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_useless_draft_costs_sessions_no_more_than_its_trials(share, forward, reading):
+    speeds = speeds_of_sessions([share] * 30, forward, reading)
+    assert statistics.mean(1 / speed for speed in speeds[5:]) < 1 / 0.97
+
+
+@pytest.mark.parametrize(("forward", "reading", "sessions"), [(0.005, 0.3, 4), (0.03, 0.3, 30)])
+def test_a_draft_that_becomes_good_is_used_again(forward, reading, sessions):
+    *_, last = speeds_of_sessions([0.0] * 12 + [0.8] * sessions, forward, reading)
+    good = speeds_of_sessions([0.8] * 6, forward, reading)
+    assert last > 0.9 * min(good) > 1.2
+
+
+def test_a_good_draft_reads_each_prompt_that_is_worth_it():
+    """The draft makes 100 tokens at least 4 seconds faster."""
+    costs = Costs(measured(*STEEP), measured((4, 0.005)))
+    speeds_of_sessions([0.8] * 10, 0.005, 0.3, costs)
+    assert create_policy("throughput", {}, costs).reads_prompt(2.0, 100)
+    assert not create_policy("throughput", {}, costs).reads_prompt(2.0, 5)
+    assert not create_policy("throughput", {}, costs).reads_prompt(10.0, 100)
+    assert create_policy("fixed", {}, costs).reads_prompt(10.0, 100)

@@ -217,7 +217,7 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "device", "reason"),
     [
-        ({"chooses_tokens": False}, "cpu", "a draft cannot go back behind a state; expected another --draft-model"),
+        ({"chooses_tokens": False}, "cpu", "a draft cannot go back before a state; expected another --draft-model"),
         (
             {"copy": ModelSettings("", weights="int4")},
             "cpu",

@@ -254,7 +254,8 @@ def test_a_forced_run_takes_no_draft_forward(pair, monkeypatch):
         completion = client.generate([5], json_schema={"const": "x" * 40}, max_new_tokens=TOKENS, policy=policy)
         assert completion.text == json.dumps("x" * 40)
         assert completion.stats.draft_n_accepted > 0
-        assert len(forwards) == 1, policy  # the prefill, which the target's first token does not wait for
+        # the prefill, which the target's first token does not wait for, and which the default may leave out
+        assert len(forwards) == 1 or (policy == "throughput" and not forwards), policy
 
 
 def test_a_resumed_completion_continues_its_grammar(pair):

@@ -10,10 +10,14 @@ from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
 LOOP = (5, 6, 7, 8) * 5
 
 
-def grow(policy, model, *, context=(99,), sampled=False, max_nodes=256, max_depth=64, root=None):
-    """Grow a policy's tree on a scripted draft, where `model(path)` gives probabilities; also return the selection."""
+def grow(policy, model, *, context=(99,), sampled=False, max_nodes=256, max_depth=64, root=None, unread=0.0):
+    """Grow a policy's tree on a scripted draft, where `model(path)` gives probabilities; also return the selection.
+
+    `unread` is the time in which the draft reads what it has not read of the context.
+    """
     root = root or TrieNode(context[-1])
-    tree = GrowingTree(root, context, max_nodes=max_nodes, max_depth=max_depth, sampled=sampled)
+    limits = {"max_nodes": max_nodes, "max_depth": max_depth}
+    tree = GrowingTree(root, context, **limits, sampled=sampled, catch_up_seconds=unread)
     level, forwards = policy.start(tree), 0
     while level:
         forwards += 1

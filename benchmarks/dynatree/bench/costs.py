@@ -36,7 +36,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class Place:
-    """A point of a curve: `sessions` sessions, each with a tree of `nodes` nodes behind `context` tokens."""
+    """A point of a curve: `sessions` sessions, each with a tree of `nodes` nodes after `context` tokens."""
 
     curve: Literal["nodes", "context", "sessions", "draft"]
     nodes: int
@@ -68,7 +68,7 @@ class CostBench:
     def __init__(self, target: Engine, draft: Engine, max_nodes: int) -> None:
         length = target.info.context_length
         if min(length, draft.info.context_length) <= CONTEXT:
-            raise ValueError(f"costs are measured behind {CONTEXT} tokens, which the models' contexts do not hold")
+            raise ValueError(f"costs are measured after {CONTEXT} tokens, which the models' contexts do not hold")
         self._verifier = Verifier(target, max_nodes)
         self._draft = draft
         self._sessions = _sessions(target, [context for context in CONTEXTS if context <= length], max_nodes)

@@ -72,7 +72,7 @@ service under the same name, and among its options
         plain_seconds                a plain decoding step: a round without a tree, at context 128
         points                       [{"curve", "nodes", "context", "sessions", "seconds", "forward_seconds"}]. Curves
                                      "nodes", "context" and "sessions": a round of the target, in which each of
-                                     `sessions` has a tree of `nodes` behind `context` tokens, and its forward pass
+                                     `sessions` has a tree of `nodes` after `context` tokens, and its forward pass
                                      alone. Curve "draft": one forward pass of the draft model over `nodes` siblings
         floor                        {"weight_bytes", "read_bandwidth", "seconds"}: seconds = the weights that a step
                                      reads / the bandwidth, the better of a reading before and one after. A plain step

@@ -69,7 +69,7 @@ class PrefixObjective(Objective):
     ) -> Plan | None:
         """Continue drafting in any case."""
         self.settle(known)
-        return Plan(0.0)
+        return Plan(0.0, gain=1.0)
 
 
 class _NoNGrams(MergedNGrams):

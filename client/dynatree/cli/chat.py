@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynatree.cli.connection import add_connection_arguments, connected
 from dynatree.cli.interrupts import raise_interrupts
@@ -34,7 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sample from the likeliest tokens whose total probability is P (default: all tokens)",
     )
     parser.add_argument("--seed", type=int, metavar="S", help="seed that determines the answers (default: random)")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_variables,
+        metavar="JSON",
+        help="further variables of the chat template, as in '{\"enable_thinking\": false}'",
+    )
     add_connection_arguments(parser)
+
+
+def _variables(text: str) -> dict[str, Any]:
+    """An argparse type: an object in JSON."""
+    try:
+        variables = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(variables, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return variables
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,7 +108,7 @@ def _converse(client: Client, messages: list[Message], options: argparse.Namespa
 def _turn(client: Client, messages: list[Message], said: str, options: argparse.Namespace) -> None:
     """Stream the answer to one user message to standard output; add both to the conversation unless it fails."""
     asked: list[Message] = [*messages, {"role": "user", "content": said}]
-    names = ("max_new_tokens", "temperature", "top_p", "seed")
+    names = ("max_new_tokens", "temperature", "top_p", "seed", "chat_template_kwargs")
     shown = visible if sys.stdout.isatty() else str
     with client.stream(asked, **{name: getattr(options, name) for name in names}) as stream:
         try:

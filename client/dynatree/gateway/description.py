@@ -197,7 +197,7 @@ class Version(_Object):
 _REASONS = {
     400: "The request is invalid; the error names the field.",
     401: "The API key is neither the gateway's nor a token of the draft service.",
-    403: "The draft service does not permit this to the key's owner.",
+    403: "A proxy between the gateway and the draft service does not permit this.",
     404: "The gateway does not serve this model.",
     408: "The body arrived too slowly.",
     413: "The body is too large.",

@@ -205,7 +205,7 @@ class CallReader:
 
     A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
     one or more of them or a list, as the whole answer. As the whole answer, calls may also be names, each with a JSON
-    object of arguments behind it (`_named`). White space beside calls is dropped. How the text is cut changes neither
+    object of arguments after it (`_named`). White space beside calls is dropped. How the text is cut changes neither
     the content nor the calls, and a text without calls is the content.
 
     Args:
@@ -306,14 +306,14 @@ class CallReader:
         return objects(text, self._functions) if text.startswith(XML_BEGIN) else _objects(text)
 
     def _beside_calls(self, text: str) -> str:
-        """Return the next text of the content, without white space behind a call."""
+        """Return the next text of the content, without white space after a call."""
         if self._behind_call:
             text = text.lstrip()
             self._behind_call = not text
         return text
 
     def _named_objects(self, text: str) -> Iterator[Any]:
-        """Yield an object for each name with arguments behind it; None for anything else."""
+        """Yield an object for each name with arguments after it; None for anything else."""
         place = 0
         while place < len(text):
             found = self._named.match(text, place)

@@ -111,7 +111,7 @@ def _check_recurrent(settings: ModelSettings, config: PretrainedConfig) -> None:
     # keep their bits in trees; `tests.campaigns.recurrent_matrix --int8` compares tokens.
     tried = settings.weights == "int8" and dtype_of(settings, config) == torch.bfloat16
     quantised = not (tried or settings.weights == "auto") or method_of(config) is not None or is_gguf(settings.model)
-    other = "cannot go back behind a state; expected another --draft-model, whose layers all attend, or none"
+    other = "cannot go back before a state; expected another --draft-model, whose layers all attend, or none"
     refused = (
         (f"a draft {other}", not settings.chooses_tokens),
         (f"--draft-model self:{settings.copy and settings.copy.weights} {other}", settings.copy is not None),

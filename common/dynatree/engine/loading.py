@@ -152,7 +152,7 @@ def _engine_of(
         ranks.agree(slots) if ranks else slots,
         model,
         ranks,
-        read_beyond=KEY_BLOCK if padded else 1,  # padding rows are stored behind all KV ranges
+        read_beyond=KEY_BLOCK if padded else 1,  # padding rows are stored after all KV ranges
     )
     info = ModelInfo(
         name=name,

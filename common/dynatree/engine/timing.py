@@ -30,7 +30,7 @@ NEARLY = 1.05  # a time within this factor of the best counts as equally fast
 
 
 def measure_forwards(engine: Engine, max_rows: int) -> tuple[ForwardCost, ...]:
-    """Measure the cost of a forward pass over each of `FORWARD_SIZES` up to `max_rows` tokens behind a context.
+    """Measure the cost of a forward pass over each of `FORWARD_SIZES` up to `max_rows` tokens after a context.
 
     A cost is the least of several measurements. If the engine splits forward passes at `most_rows`, the sizes just
     above each split are measured too. Small sizes are measured several times, because most rounds have small trees;
@@ -121,7 +121,7 @@ def _round(engine: Engine, kv: KVRange, context: int, threads: int) -> float:
 
 
 def _seconds(engine: Engine, kv: KVRange, context: int, rows: int) -> float:
-    """Return the seconds of a forward pass over `rows` tokens behind a context that is left unwritten."""
+    """Return the seconds of a forward pass over `rows` tokens after a context that is left unwritten."""
     tokens = random.Random(0).choices(range(min(engine.info.vocab_size, len(engine.tokenizer))), k=rows)
     mask = torch.ones(rows, rows, dtype=torch.bool).tril()
     started = time.perf_counter()

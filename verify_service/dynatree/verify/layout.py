@@ -41,7 +41,7 @@ def prompt_segment(session: VerifySession, tokens: int) -> Segment:
 
 
 def tree_segment(session: VerifySession, tree: TokenTree) -> Segment:
-    """The root and the tree behind the session's committed slots; each token's position follows from its depth."""
+    """The root and the tree after the session's committed slots; each token's position follows from its depth."""
     root = session.length - 1
     positions = [root, *(root + depth for depth in tree.depths)]
     mask = ancestor_mask(tree.parents) if tree else None

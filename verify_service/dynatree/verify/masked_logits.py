@@ -34,11 +34,11 @@ class MaskedLogits:
     def after(self, node: int) -> Tensor | None:
         """Return the row after a node, `[1, vocabulary]`.
 
-        None means that the grammar cannot be followed behind the node. The commit then ends with the node, since only
-        the next round may need a token behind it.
+        None means that the grammar cannot be followed after the node. The commit then ends with the node, since only
+        the next round may need a token after it.
 
         Raises:
-            GrammarError: The grammar cannot be followed behind the root.
+            GrammarError: The grammar cannot be followed after the root.
         """
         if self._states is not None:
             state = self._states.after(node)
@@ -56,7 +56,7 @@ class MaskedLogits:
         return self.rows_at_once[node + 1 : node + 2]
 
     def rows(self, nodes: Sequence[int]) -> Tensor:
-        """Return the rows after several nodes behind which a token was chosen, `[nodes, vocabulary]`."""
+        """Return the rows of several nodes after which a token was chosen, `[nodes, vocabulary]`."""
         if self.rows_at_once is not None:
             return self.rows_at_once[[node + 1 for node in nodes]]
         return torch.cat([self._rows[node] for node in nodes])

@@ -85,7 +85,7 @@ class Verifier:
         return self.engine.info
 
     def slots(self, request: SessionRequest) -> int:
-        """Number of KV slots that a session reserves: for its tokens, and for its largest tree behind them."""
+        """Number of KV slots that a session reserves: for its tokens, and for its largest tree after them."""
         return request.limit + self.max_tree_nodes
 
     def open(self, request: SessionRequest) -> VerifySession:
@@ -187,7 +187,7 @@ class Verifier:
             self.engine.kv_cache.forget(session.kv, session.read)
             return None
         if not part.prompt_tokens:
-            # the root is in slot length - 1 and node i in slot length + i; the accepted path moves behind the root
+            # the root is in slot length - 1 and node i in slot length + i; the accepted path moves after the root
             if not in_place:
                 self.engine.kv_cache.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1

@@ -130,6 +130,6 @@ PUBLISHED: Mapping[tuple[str, str], Figures] = {
 }
 
 # DySpec's Table 5: number of 32 x 32 blocks in a random tree's mask, by rows: in the order of growth, and reordered.
-# Appendix C.1 gives the same counts for trees of a real workload, behind a prefix.
+# Appendix C.1 gives the same counts for trees of a real workload, after a prefix.
 BLOCKS = {256: ("36", "22.5"), 512: ("135.5", "52.8"), 1024: ("490.2", "119.3"), 2048: ("1654.5", "278.7")}
 REAL_BLOCKS = {768: ("366.12", "218.31"), 1024: ("580.07", "295.59")}

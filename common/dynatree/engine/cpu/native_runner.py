@@ -141,7 +141,7 @@ class NativeRunner:
         return split
 
     def _lay_out(self, count: int) -> None:
-        """Lay out the buffers of `count` tokens one behind the other."""
+        """Lay out the buffers of `count` tokens one after the other."""
         if count == self._buffered:
             return
         size = self._program.dtype.itemsize

@@ -20,7 +20,7 @@ class LevelsWanted:
 
     Attributes:
         segment: First level, preceded by the tokens before the root that are not prefilled yet. The levels below use
-            the KV slots behind it.
+            the KV slots after it.
         root: The root's place in the segment.
         choosing: How the session's target chooses tokens.
         vocab_size: Number of tokens that may be proposed.
@@ -89,7 +89,7 @@ class LevelRunner(Protocol):
         ...
 
     def slots(self, levels: int) -> int:
-        """Return the KV slots that a session then needs behind its segment."""
+        """Return the KV slots that a session then needs after its segment."""
         ...
 
     def read(self, wanted: Sequence[LevelsWanted], levels: int, moves: Sequence[KVMove]) -> list[SegmentRead] | None:

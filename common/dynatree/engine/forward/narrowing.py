@@ -13,7 +13,7 @@ def narrowed(segment: Segment, locality: Locality) -> tuple[Tensor | None, Tenso
     """Return what the tokens of a segment see of its slots under a locality.
 
     A slot before the mask's columns holds the token of its own position. Each later token of a path has the position
-    after its parent's. So a column's position follows from the number of visible columns behind it.
+    after its parent's. So a column's position follows from the number of visible columns after it.
 
     Returns:
         The mask without the columns that lie below a token's lowest position (None if the segment has no mask), and

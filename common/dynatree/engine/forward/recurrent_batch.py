@@ -60,7 +60,7 @@ class RecurrentBatch:
 
 
 class _Part:
-    """A segment, the memory before it, and that behind it as far as it has been computed."""
+    """A segment, the memory before it, and that after it as far as it has been computed."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment

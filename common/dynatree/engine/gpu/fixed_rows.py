@@ -122,7 +122,7 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
 
 @torch.inference_mode()
 def round_seconds(forwards: Sequence[RowForward], engine: Engine) -> dict[int, float]:
-    """Return the median seconds of full forward passes with their decisions, behind half a context, by their rows.
+    """Return the median seconds of full forward passes with their decisions, after half a context, by their rows.
 
     The forward passes take turns, so that a clock that rises or falls meanwhile favours none.
     """

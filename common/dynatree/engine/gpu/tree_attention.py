@@ -31,7 +31,7 @@ class RowPlan:
             number of rows (0 means an unused tile), the first slot of the session's range, and the number of blocks of
             the range that all its rows share.
         slots: `[rows]`: slot for each row's new key and value.
-        rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path behind them. A row without
+        rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path after them. A row without
             a path is padding, whose output is zeros.
         paths: `[rows, path]`: slots of the row's own path, in the order of their positions.
     """
@@ -196,7 +196,7 @@ def by_torch(
     wide = torch.promote_types(dtype, torch.float32)
     heads, count, dim = query.shape
     tiles, paths = plan.tiles.tolist(), plan.paths.long()
-    stored = sum(tile[1] for tile in tiles)  # rows behind the last tile are padding
+    stored = sum(tile[1] for tile in tiles)  # rows after the last tile are padding
     for held, new in zip(layer, (key, value), strict=True):
         held.index_copy_(1, plan.slots[:stored].long(), new[:, :stored].to(dtype).nan_to_num(0.0, 0.0, 0.0))
     groups = query.reshape(kv_heads, heads // kv_heads, count, dim).to(wide)  # [kv_heads, group, rows, dim]

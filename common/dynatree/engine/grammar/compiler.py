@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Before any byte of a text, some tokenizers insert a space; none does so behind an ordinary character.
+# Before any byte of a text, some tokenizers insert a space; none does so after an ordinary character.
 _ANCHOR = "\n"
 _BYTES = {*range(0xF5)} - {0xC0, 0xC1}  # those of UTF-8
 # Control characters, and bytes of planes without everyday characters: vocabularies that are otherwise whole lack some.

@@ -17,7 +17,7 @@ class HasBits(Protocol):
 
     @property
     def bits(self) -> bytes:
-        """One bit per token, lowest first; tokens behind the last bit may not follow."""
+        """One bit per token, lowest first; tokens after the last bit may not follow."""
 
 
 def packed(states: Sequence[HasBits | None], vocab_size: int, device: torch.device) -> Tensor:

@@ -150,7 +150,7 @@ class KVCache:
     def move(self, kv: KVRange, sources: Sequence[int], start: int) -> None:
         """Copy the slots `sources`, in that order, to slots `start` onwards, in every layer at once.
 
-        Recurrent layers keep nothing behind these slots.
+        Recurrent layers keep nothing after these slots.
         """
         if kv.memory is not None:
             kv.memory = kv.memory.moved(sources, start)
@@ -179,7 +179,7 @@ class KVCache:
             to.copy_(held)
 
     def reach(self, kv: KVRange, stop: int) -> int:
-        """Return how many of the first `stop` slots of a range hold all that the token behind them sees."""
+        """Return how many of the first `stop` slots of a range hold all that the token after them sees."""
         if self.shape.recurrent is not None:
             memory = kv.memory_of(stop)
             stop = 0 if memory is None else min(memory.stop, stop)

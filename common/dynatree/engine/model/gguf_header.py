@@ -94,7 +94,7 @@ class _Cursor:
         self.at = 0
 
     def skip(self, count: int) -> int:
-        """Move behind `count` bytes; return where they begin."""
+        """Move past `count` bytes; return where they begin."""
         begin = self.at
         if count > len(self.data) - begin:
             raise _MalformedError("it ends within its header")

@@ -47,7 +47,7 @@ class Vocabulary:
         self._spelling = {character: byte for byte, character in characters.items()}
         self.anchor: Context = next(((id_,) for id_ in range(len(tokenizer)) if self._is_ordinary(id_)), ())
         self.added = lru_cache(_PAIRS)(self._added)
-        self._decoded = lru_cache(_EMPTY)(self._decode)  # a vocabulary is read behind one context
+        self._decoded = lru_cache(_EMPTY)(self._decode)  # a vocabulary is read after one context
 
     def behind(self, token_ids: Sequence[int]) -> Context:
         """The context after a text of these tokens; empty if the tokens have no text."""

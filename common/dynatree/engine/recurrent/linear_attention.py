@@ -152,7 +152,7 @@ def _path_decays(decays: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The product of the decays of all tokens that a token sees, `[n, ...]`. And for each token that it sees, the
-        product of the decays behind that token, `[n, a, ...]`; it is zero for tokens that it does not see.
+        product of the decays after that token, `[n, a, ...]`; it is zero for tokens that it does not see.
     """
     seen = seen.reshape(*seen.shape, *(1 for _ in decays.shape[1:]))
     later = decays.where(seen, decays.new_zeros(())).flip(1).cumsum(1).flip(1)  # of a token and those after it

@@ -51,7 +51,7 @@ class Memory:
 
     Attributes:
         position: Number of the session's first tokens that are in the states.
-        count: Number of tokens behind them that have records, in the order of their slots from `position` on.
+        count: Number of tokens after them that have records, in the order of their slots from `position` on.
         layers: State and records of each scan of each layer; empty if both numbers are 0.
     """
 

@@ -23,7 +23,7 @@ from dynatree.engine.support.small_model import CONTEXT_LENGTH, SPAN, small_mode
 # Number of prompt tokens of each session; the last one is the tree's root. A loaded model is probed with few rows, so
 # that any engine needs only one forward pass. A small model is probed with more tokens than any span of its config.
 FEW = (4, 12)
-FEW_RECURRENT = (KEPT + 8, 64 + 12)  # beyond what is kept behind the states, and beyond a chunk
+FEW_RECURRENT = (KEPT + 8, 64 + 12)  # beyond what is kept after the states, and beyond a chunk
 MANY = (100, 8 * SPAN)  # the second tree's root ends a chunk
 BRANCHES = ((4, 6), (5, 7))  # below each root: two branches of two tokens
 _BRANCH = len(BRANCHES[0])
@@ -93,7 +93,7 @@ def check_computation(
 ) -> tuple[str, ...]:
     """Refuse a configuration if a small float32 model of it cannot be served exactly.
 
-    The small model is probed behind more tokens than any of its windows, chunks or numbers of selected keys. So the
+    The small model is probed after more tokens than any of its windows, chunks or numbers of selected keys. So the
     family is checked before the weights are loaded, regardless of their dtype.
 
     Args:

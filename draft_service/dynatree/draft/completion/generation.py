@@ -92,7 +92,7 @@ class GenerationRequest:
         recalls: Whether trees may have candidates from the principal's earlier completions.
         keeps: Whether later completions of the principal may have candidates from this one.
         received: The part that the client already has from a lost draft service.
-        grammar: State of the grammar behind that part; None allows any text.
+        grammar: State of the grammar after that part; None allows any text.
         request_id: The request's id in logs.
         span: The tracing span of the completion.
     """
@@ -246,8 +246,9 @@ class Generation:
             backend.replicas, replica, open_session, timeout, backend.resume_seconds, metadata=metadata
         )
         async with thread.held(opening, drafter.close) as session, remote_session:
-            prefill = partial(backend.growth.run, partial(drafter.prefilling, session, request.policy))
             # on one device the two prefills would slow each other down, and the target makes the first token
+            tokens = None if request.target.ahead else request.limit - len(request.begun_ids)
+            prefill = partial(backend.growth.run, partial(drafter.prefilling, session, request.policy, tokens))
             reading = prefill() if request.target.ahead else None
             one_device = request.target.info.device_id == backend.source.info.device_id
             try:

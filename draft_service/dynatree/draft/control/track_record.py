@@ -19,6 +19,7 @@ class TrackRecord:
         residual_calibration: The same under residual sampling, whose nodes are draws.
         child_mass: The fraction of an expanded node's value that its best child has, and all its children together.
         pause: Length of the last pause of the draft model in any session, in rounds.
+        trial_seconds: Time for trials of a draft model that has not paid for long.
     """
 
     def __init__(self, control: ControlSettings = DEFAULT_CONTROL) -> None:
@@ -26,6 +27,7 @@ class TrackRecord:
         self.residual_calibration = Calibration(control=control)
         self.child_mass = (control.prior_best_child, control.prior_children)
         self.pause = 1
+        self.trial_seconds = 0.0
         self._histories: dict[Hashable, ReleasedHistory] = {}  # least recently used first
 
     def history(self, settings: Hashable, begin: Callable[[], ReleasedHistory]) -> ReleasedHistory:

@@ -181,7 +181,7 @@ def _plant(root: TrieNode, levels: Sequence[LevelRead], slot: int, breadth: int)
     """Add levels that were read below a root to the trie; their nodes take the slots from `slot` on.
 
     Returns:
-        The slot behind the last node.
+        The slot after the last node.
     """
     above = [root]
     for level in levels:
@@ -218,7 +218,7 @@ def _known(token: int, vocab_size: int) -> int:
 
 
 def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int], vocab_size: int) -> Segment:
-    """Return the segment of nodes, ancestors first, behind the slots in use.
+    """Return the segment of nodes, ancestors first, after the slots in use.
 
     Each node attends to the committed prefix, its ancestors and itself. If the first node is the root, the segment
     begins with the committed tokens that are not cached.
@@ -236,7 +236,7 @@ def tree_segment(session: DraftSession, tree: GrowingTree, nodes: Sequence[int],
 
 
 def _mask(session: DraftSession, tree: GrowingTree, uncached: int, below: Sequence[int]) -> Tensor:
-    """Attention mask over the slots behind the cached prefix: bool `[tokens, speculative slots + tokens]`."""
+    """Attention mask over the slots after the cached prefix: bool `[tokens, speculative slots + tokens]`."""
     behind = session.speculative_slots
     tokens = uncached + len(below)
     mask = torch.zeros(tokens, behind + tokens, dtype=torch.bool)

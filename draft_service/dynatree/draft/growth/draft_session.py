@@ -27,7 +27,7 @@ class DraftSession:
         sampling: Sampling options of the target.
         vocab_size: Number of token ids that may be proposed.
         principal: The principal.
-        generated: Number of committed tokens behind the prompt.
+        generated: Number of committed tokens after the prompt.
         num_cached: Number of tokens of the context in the KV cache.
         num_used: Number of KV slots in use.
         rounds: Number of commits so far.
@@ -93,7 +93,7 @@ class DraftSession:
         are at most `most_kept`. All other slots are freed.
 
         Returns:
-            The slots to move behind the old cached prefix, in their new order; the caller moves them.
+            The slots to move after the old cached prefix, in their new order; the caller moves them.
         """
         start, behind = self.num_cached, len(self.context) + len(token_ids)
         path, node = self._follow(token_ids)
@@ -130,7 +130,7 @@ class DraftSession:
         """Free the slots of all nodes below the root, except for the nodes whose identity (`id`) is in `kept`.
 
         Returns:
-            The slots to move behind the cached prefix, in their new order; the caller moves them.
+            The slots to move after the cached prefix, in their new order; the caller moves them.
         """
         read = list(self.root.descendants())
         stay = [node for node in read if id(node) in kept]

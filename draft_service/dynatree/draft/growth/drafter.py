@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -22,6 +23,8 @@ from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.kv.kv_range import KVRange
 
 DRAFT_TOKENS_PER_TOKEN = 2  # for each token of a target with another tokenizer; a longer context is not drafted for
+MANY_TOKENS = 32  # of a prompt in one forward pass, from which the time of a token follows
+READINGS = 4  # such forward passes, of which the last are looked at
 PIECE = 128  # prompt tokens per forward pass, which it shares with the tree levels of other sessions
 
 
@@ -118,6 +121,7 @@ class Drafter:
         self._max_tree_nodes = max_tree_nodes
         self._histories = histories or SuffixIndexes()
         self._translation = translation
+        self._token_seconds: deque[float] = deque([0.0], READINGS)  # seconds of a token in prefills
 
     def slots(self, prompt_tokens: int, limit: int) -> int:
         """KV slots of a session of at most `limit` tokens, prompt included."""
@@ -189,11 +193,19 @@ class Drafter:
         if session.keeps and session.generated:
             self._histories.add(session.principal, session.committed)
 
-    def prefilling(self, session: DraftSession, policy: Policy) -> Growing[None]:
-        """Read the committed tokens that are not cached yet: the prefill of the draft model."""
+    def prefilling(self, session: DraftSession, policy: Policy, tokens: int | None = None) -> Growing[None]:
+        """Read the committed tokens that are not cached yet, if the policy wants that: the prefill of the draft model.
+
+        Args:
+            session: The session.
+            policy: Its policy.
+            tokens: Most tokens of the completion that will follow; None to read the tokens in any case.
+        """
         readable = self._readable(session.kv.size, session.translated)
         if policy.breadth and session.num_cached < len(session.context) < readable:
             tree = self.new_tree(session, 0, 0)
+            if tokens is not None and not policy.reads_prompt(tree.catch_up_seconds, tokens):
+                return
             yield from self._reading(session, tree, [ROOT], policy.breadth)  # even if a grammar forces the next token
 
     def growing(self, session: DraftSession, policy: Policy, max_depth: int, max_nodes: int) -> Growing[Growth]:
@@ -253,7 +265,10 @@ class Drafter:
         forward = self._model.expand(expansions)
         total = time.perf_counter() - started
         shares = [each.tokens for each in expansions]
-        parts = [share / sum(shares) for share in shares]
+        tokens = sum(shares)
+        if sum(each.unread for each in expansions) >= MANY_TOKENS:
+            self._token_seconds.append(forward / tokens)
+        parts = [share / tokens for share in shares]
         return [Spent(forward * part, total * part, forward * (1.0 - part)) for part in parts]
 
     def commit(self, session: DraftSession, token_ids: Sequence[int]) -> None:
@@ -283,6 +298,7 @@ class Drafter:
             replacement=session.drawing.replacement,
             earlier=self._histories.of(session.principal) if session.recalls else None,
             vocab_size=session.vocab_size,
+            catch_up_seconds=max(len(session.context) - session.num_cached - 1, 0) * min(self._token_seconds),
         )
 
     def has_room(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> bool:

@@ -86,6 +86,15 @@ class Policy(ABC):
     drawing: Drawing = DEFAULT_DRAWING
     learns_from_others: bool = False
 
+    def reads_prompt(self, seconds: float, tokens: int) -> bool:
+        """Decide whether the draft model reads the prompt now, or for the first tree that asks it.
+
+        Args:
+            seconds: Expected time of reading.
+            tokens: Most tokens of the completion.
+        """
+        return True
+
     def start(self, tree: GrowingTree) -> list[int]:
         """Choose the nodes to expand first, given the empty tree. May add nodes that need no draft model.
 

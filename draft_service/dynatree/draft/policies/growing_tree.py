@@ -91,6 +91,7 @@ class GrowingTree:
         context: The committed tokens, the root last.
         earlier: The principal's earlier completions, if the tree may have candidates from them.
         vocab_size: Number of token ids that may be proposed.
+        catch_up_seconds: Expected seconds in which the draft model reads committed tokens before the first expansion.
         max_nodes: Size limit of the tree that is sent.
         max_depth: Depth limit of the nodes that are sent.
         sampled: Whether continuations are random draws (residual sampling). Whether a draw is kept may then depend on
@@ -111,8 +112,10 @@ class GrowingTree:
         replacement: bool = False,
         earlier: SuffixIndex | None = None,
         vocab_size: int = sys.maxsize,
+        catch_up_seconds: float = 0.0,
     ) -> None:
         self.context = context
+        self.catch_up_seconds = catch_up_seconds
         self.earlier = earlier
         self.vocab_size = vocab_size
         self.max_nodes = max_nodes

@@ -14,9 +14,10 @@ from dynatree.draft.policies.papers.child_mass import ChildMass
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision to expand: further levels pay for leaves whose value is above `threshold`."""
+    """A decision to expand, for an expected gain of `gain` tokens: leaves whose value is above `threshold` pay."""
 
     threshold: float
+    gain: float
 
 
 class Objective:
@@ -128,7 +129,8 @@ class Objective:
             max_nodes: Size limit of the tree.
         """
         self.settle(known)
-        highest, _ = self.best_size(known)
+        now, _ = self.best_size(known)
+        highest = now
         price, further = self.rate * seconds, self.rate * self.forward_seconds(from_root=False)
         others = max(mass.children - mass.best, 0.0)
         expected: list[float] = []
@@ -142,7 +144,7 @@ class Objective:
             gain, size = self.best_size(merged)
             gain -= price + (levels - 1) * further
             if gain > highest:
-                highest, plan = gain, Plan(self._threshold(merged, size))
+                highest, plan = gain, Plan(self._threshold(merged, size), gain - now)
         return plan
 
     def _threshold(self, values: Sequence[float], size: int) -> float:

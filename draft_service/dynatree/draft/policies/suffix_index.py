@@ -18,7 +18,7 @@ from dynatree.draft.policies.ngram_index import MAX_PLACES, NGramIndex
 LENGTHS = (8, 3)  # tokens of the indexed n-grams: a match is at least as long as the shortest
 MATCH_TOKENS = 32  # longest match that is told apart from longer ones
 BLOCK = 32  # tokens; sequences are compared by whole blocks
-END = -1  # behind each sequence
+END = -1  # after each sequence
 LEAST_VALUE = 0.01  # path probability below which a token is not worth the time to add it
 
 Place = tuple["array[int]", int]  # tokens, and the position of the next one

@@ -26,7 +26,7 @@ MOST_WAITING = 256  # completions that wait to be written; further ones are not 
 class Recorder:
     """Appends completions to a folder as JSON lines, on a thread of its own; `Recorder.open`, then `add`, then `close`.
 
-    A line is an object with one field, `text`: the completion as the client got it, behind its prompt if prompts are
+    A line is an object with one field, `text`: the completion as the client got it, after its prompt if prompts are
     recorded. A failure to write is logged once and affects no completion.
 
     Args:

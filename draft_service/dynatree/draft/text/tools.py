@@ -10,7 +10,7 @@ from typing import Any
 from dynatree.common.errors import InvalidArgumentError
 
 # What a template has that writes calls in a known form; the first that fits counts. Newer templates of Mistral write
-# the function's name behind the mark, the older ones an array.
+# the function's name after the mark, the older ones an array.
 _SIGNS = {
     "mistral_named": re.compile(r"""\[ARGS\]|\[TOOL_CALLS\]['"][\s+~}{-]*\w[\w.]*(\.name\b|\[['"]name['"]\])"""),
     "mistral": re.compile(r"\[TOOL_CALLS\]"),

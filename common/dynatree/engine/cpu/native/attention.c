@@ -3,7 +3,7 @@
  * A task computes one key-value head of one segment. Keys are read in tiles of TILE slots. A tile is transposed, so
  * that each lane of a vector is one key, and multiplied with blocks of ROWS queries. The scores of a chunk of queries
  * are kept until all keys are read. Then their softmax weights are multiplied with the values, tile by tile. Tiles that
- * no query of the chunk sees, because they lie behind its window, are not read.
+ * no query of the chunk sees, because they lie outside its window, are not read.
  *
  * Every sum has one order: scores over the dimensions, weights and values over the slots. A masked slot adds an exact
  * zero. So a query's result has the same bits whatever else is computed, and wherever its visible slots lie. An online

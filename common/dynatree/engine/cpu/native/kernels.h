@@ -113,7 +113,7 @@ void linear_tasks(const struct linear *linear, const char *rows, int64_t count, 
 enum scoring { SOFTMAX, SOFTMAX_CHOSEN, LOGISTIC };
 
 /* down(activation(gate(row)) * up(row)) of each expert. The layers are those of expert 0, and the weights of expert i
- * lie i * `gate_up_bytes` and i * `down_bytes` behind them. Biases lie as far apart as the features. Features are
+ * lie i * `gate_up_bytes` and i * `down_bytes` after them. Biases lie as far apart as the features. Features are
  * multiples of PANEL. */
 struct experts {
     struct linear gate, up, down;

@@ -22,7 +22,7 @@ INLINE int64_t unit_of(const struct weights *w) { return w->group < 64 ? w->grou
 INLINE int64_t blocks_of(const struct linear *l) {
     return (l->inputs + block_of(&l->weights) - 1) / block_of(&l->weights);
 }
-#define SPARE (CHUNK / TILE_ROWS - 1) /* rows behind the last that may be multiplied; nobody uses their results */
+#define SPARE (CHUNK / TILE_ROWS - 1) /* rows after the last that may be multiplied; nobody uses their results */
 
 /* Bytes from row to row: an odd number of cache lines, so that rows do not share sets of the L1 cache. */
 INLINE int64_t number_bytes(const struct linear *l) { return ((l->inputs + 63) / 64 | 1) * 64; }
@@ -367,7 +367,7 @@ struct block {
 _Static_assert(sizeof(struct block) + 63 <= BLOCK / 2 * sizeof(float), "`linear_floats` has room for it");
 
 /* Find the units of the next `inputs` of a panel, and expand codes of 4 bits. Each 256 bytes of them prefetch `lines`
- * cache lines, which begin at `*ahead`. Return the address behind the inputs. */
+ * cache lines, which begin at `*ahead`. Return the address after the inputs. */
 INLINE const char *open_block(struct block *block, const struct weights *w, const char *right, int64_t inputs,
                               const char **ahead, int lines) {
     const __m512i nibble = _mm512_set1_epi8(15);
@@ -395,7 +395,7 @@ INLINE const char *open_block(struct block *block, const struct weights *w, cons
 }
 
 /* sums[rows] += the products of `units` units, for the vector of features from `lane` on. Each unit prefetches `lines`
- * cache lines into the L1 cache, which begin at `ahead`, and as many into the L2 cache, which begin FARTHER behind. */
+ * cache lines into the L1 cache, which begin at `ahead`, and as many into the L2 cache, which begin FARTHER on. */
 INLINE void meet_tiles(float *sums, struct left left, struct block *block, const struct weights *w, int64_t units,
                        int64_t lane, int rows, int minimums, const char *ahead, int lines) {
     const int64_t unit = unit_of(w);

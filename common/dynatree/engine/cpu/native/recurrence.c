@@ -166,7 +166,7 @@ static void multiply_blocks(const struct recurrence *r, int64_t group, struct me
     }
 }
 
-/* Multiply the decays behind each of `count` tokens of a chain, or of those in `mask`. Return the product of all. */
+/* Multiply the decays after each of `count` tokens of a chain, or of those in `mask`. Return the product of all. */
 static double chain_decays(const double *decays, const uint8_t *mask, int64_t count, double *behind) {
     double product = 1.0;
     for (int64_t a = 0; a < count; a++) {
