@@ -337,6 +337,14 @@ def ten_ms(_, forwards):
     return 0.01 * forwards
 
 
+def path_of(sent, share, generator):
+    """The accepted path of a tree whose first guesses are right at the given share of positions."""
+    accepted, node = [], ROOT
+    while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
+        accepted.append(node)
+    return tuple(accepted)
+
+
 def text_of(share, seconds, level, costs=None, max_depth=4):
     """Run 300 rounds of a session; the first of the draft's three guesses is right at the given share of positions.
 
@@ -349,11 +357,9 @@ def text_of(share, seconds, level, costs=None, max_depth=4):
     for number in range(300):
         tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=(1000 + number,), max_depth=max_depth)
         sent = tree.freeze(selected)
-        accepted, node = [], ROOT
-        while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
-            accepted.append(node)
+        accepted = path_of(sent, share, generator)
         verify, draft = seconds(len(sent), forwards), level(number, forwards)
-        policy.observe(outcome_of(sent, tuple(accepted), verify=verify, draft=draft, levels=forwards))
+        policy.observe(outcome_of(sent, accepted, verify=verify, draft=draft, levels=forwards))
         tokens += len(accepted) + 1
         spent += verify + draft
         if forwards:
@@ -484,13 +490,11 @@ def speeds_of_sessions(shares, forward, reading, costs=None):
             context = (1000 + number + 100 * session,)
             tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=context, unread=unread)
             sent = tree.freeze(selected)
-            accepted, node = [], ROOT
-            while (node := sent.children.get((node, 0))) is not None and generator.random() < share:
-                accepted.append(node)
+            accepted = path_of(sent, share, generator)
             verify, draft = seconds(len(sent), forwards), forward * forwards
             if forwards:
                 draft, unread = draft + unread, 0.0
-            policy.observe(outcome_of(sent, tuple(accepted), verify=verify, draft=draft, levels=forwards))
+            policy.observe(outcome_of(sent, accepted, verify=verify, draft=draft, levels=forwards))
             tokens += len(accepted) + 1
             spent += verify + draft
         speeds.append(tokens / spent * 0.1)

@@ -12,8 +12,10 @@ class Pause:
     """Rounds without the draft model. Each trial doubles the next pause, up to `max_pause` rounds.
 
     A session begins with a share of the last session's pause, at most `max_first_pause` rounds. If it begins with that
-    most, the draft has not paid for long, and its trials take at most `trial_share` of all sessions' time. So does the
-    reading of a prompt for trials, which begin with the shortest pause then.
+    most, the draft has not paid for long, and its trials take at most `trial_share` of all sessions' time.
+
+    If the draft has not read the prompt, the first trial reads it. That takes of the same time, and the shortest pauses
+    follow, so that the session makes several trials of one reading.
 
     Attributes:
         passed: Rounds of this pause so far.
