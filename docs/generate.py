@@ -58,7 +58,7 @@ This page lists all subcommands and options of `dynatree`. `--help` after a subc
 def main() -> None:
     """Write the generated pages."""
     write("reference/command-line.md", "w", command_line())
-    write("reference/protocol.md", "a", protocol())  # after what is written by hand
+    write("reference/protocol.md", "a", protocol())  # the page begins with a part written by hand
     check_python_page((ROOT / "docs/reference/python.md").read_text(encoding="utf-8"))
 
 

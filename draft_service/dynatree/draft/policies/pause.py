@@ -14,8 +14,8 @@ class Pause:
     A session begins with a share of the last session's pause, at most `max_first_pause` rounds. If it begins with that
     most, the draft has not paid for long, and its trials take at most `trial_share` of all sessions' time.
 
-    If the draft has not read the prompt, the first trial reads it. That takes of the same time, and the shortest pauses
-    follow, so that the session makes several trials of one reading.
+    If the draft has not read the prompt, the first trial reads it, within the same share of the time. The shortest
+    pauses follow, so that the session makes several trials of one reading.
 
     Attributes:
         passed: Rounds of this pause so far.
