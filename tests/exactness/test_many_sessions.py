@@ -225,7 +225,8 @@ def test_of_many_calls_half_are_cancelled_and_nothing_of_them_remains(tmp_path, 
         while any(each.running for each in admissions) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [(each.running, each.waiting, each.slots_held) for each in admissions] == [(0, 0, 0)] * 2
-        assert client.generate([7, 7], max_new_tokens=2).stats.queue_seconds < 0.01
+        chunks = list(client.stream([7, 7], max_new_tokens=2, queue_position=True))
+        assert [chunk.queue_position for chunk in chunks] == [None] * len(chunks), "it does not wait"
     assert len(waits) == 100
 
 

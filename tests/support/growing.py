@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from dynatree.common.model_info import ForwardCost
 from dynatree.common.pass_statistics import ALONE, PassStatistics
 from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.draft.policies.growing_tree import GrowingTree, Proposal, TrieNode
@@ -74,3 +75,8 @@ def along(tree, tokens):
     while len(accepted) < len(tokens) and (node := tree.children.get((node, tokens[len(accepted)]))) is not None:
         accepted.append(node)
     return tuple(accepted)
+
+
+def measured(*points):
+    """Return the costs of forward passes that a service reports at start."""
+    return [ForwardCost(rows, seconds) for rows, seconds in points]
