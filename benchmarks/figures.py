@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from pandas import DataFrame
@@ -145,18 +145,14 @@ def span(over: str, names: Iterable[str]) -> str:
     return f"{min(found):.1f} to {max(found):.1f}"
 
 
-def by_text(over: str | None = None) -> str:
-    """Method x text: tokens a second, or ratios."""
+def by_text(over: str) -> str:
+    """Method x text: ratios to a method."""
     tables = {text: cells(runs(name), "rate", over=over) for name, text in texts().items()}
     labels = dict.fromkeys(kind_of(label) for each in tables.values() for label in each)
-    digits = 1 if over is None else 2
     rows = []
     for kind in labels:
         found = {text: {kind_of(label): cell for label, cell in each.items()} for text, each in tables.items()}
-        rows.append(
-            {"method": kind}
-            | {text: figure(each.get(kind), digits, interval=over is not None) for text, each in found.items()}
-        )
+        rows.append({"method": kind} | {text: figure(each.get(kind), interval=True) for text, each in found.items()})
     return markdown(rows)
 
 
@@ -295,17 +291,6 @@ def clients() -> str:
             }
         )
     return markdown(rows)
-
-
-def floor() -> str:
-    """A sentence on the plain step and the memory's speed."""
-    measured = report("costs")["costs"]
-    plain, least = median(measured["plain_seconds"]), measured["floor"]
-    return (
-        f"A plain step of the 2.8B shape takes {1e3 * plain:.0f} ms, the median of {len(measured['plain_seconds'])}. "
-        f"Reading its weights once takes {1e3 * least['seconds']:.0f} ms at the "
-        f"{least['read_bandwidth'] / 1e9:.0f} GB/s that the memory gave before or after, whichever was more."
-    )
 
 
 def machine() -> str:

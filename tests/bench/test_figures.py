@@ -122,11 +122,6 @@ def test_outputs_that_part_are_counted_with_their_margins(figures: ModuleType) -
     assert table["**DynaTree** (`throughput`)"] == ["26", "0", "-"]
 
 
-def test_the_floor(figures: ModuleType) -> None:
-    assert "takes 10 ms" in figures.floor()
-    assert "takes 4 ms at the 10 GB/s" in figures.floor()
-
-
 def test_where_it_was_measured(figures: ModuleType) -> None:
     assert "on 2 cores of a processor" in figures.machine()
     assert "at commit 0123456789ab" in figures.machine()

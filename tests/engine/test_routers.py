@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import CONFIG_MAPPING
 
+from dynatree.engine.adapters import routers
 from dynatree.engine.adapters.registry import adapt
 from dynatree.engine.cpu.native_experts import are_experts
 from tests.support.families import FAMILIES, NOT_TINY, tiny_config, tiny_model
@@ -52,6 +54,14 @@ def rows_with_other_routes(family, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_routes_in_any_company(dtype):
     assert rows_with_other_routes("kimi_linear", dtype) == []
+
+
+def test_arguments_with_names_count():
+    rows, weight, bias = torch.randn(3, 8), torch.randn(4, 8), torch.randn(4)
+    expected = functional.linear(rows.double(), weight.double(), bias.double()).float()
+    with routers._ROUNDED:
+        assert torch.equal(functional.linear(rows, weight, bias=bias), expected)
+        assert torch.equal(functional.linear(input=rows, weight=weight, bias=bias), expected)
 
 
 @pytest.mark.long

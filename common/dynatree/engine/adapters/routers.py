@@ -23,10 +23,17 @@ class _Rounded(TorchFunctionMode):
     """Computes these functions of float32 numbers on a CPU in float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _FUNCTIONS and args[0].is_cpu and args[0].dtype == torch.float32:
-            args = (each if each is None else each.double() for each in args)
-            return function(*args).float()
-        return function(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if function in _FUNCTIONS:
+            first: Tensor = args[0] if args else named["input"]
+            if first.is_cpu and first.dtype == torch.float32:
+                named = {name: _double(each) for name, each in named.items()}
+                return function(*map(_double, args), **named).float()
+        return function(*args, **named)
+
+
+def _double(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.double()
 
 
 _ROUNDED = _Rounded()
