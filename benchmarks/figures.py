@@ -314,24 +314,6 @@ def printed(name: str) -> str:
     return "\n\n".join(to_markdown(table) for table in tables(report(name)))
 
 
-def replayed(name: str) -> str:
-    """Policies by replay, on one machine's costs: greedy, 100 new tokens."""
-    found = json.loads((HERE / "replay" / f"{name}.json").read_text())["results"]
-    greedy = [each for each in found if each["temperature"] == 0]
-    rows = [
-        {
-            "policy": f"`{each['label']}`",
-            "x plain": f"{each['speedup']:.2f} ({min(each['speedups']):.2f}-{max(each['speedups']):.2f})",
-            "prompts": str(len(each["speedups"])),
-            "tokens a round": f"{each['tokens_per_round']:.1f}",
-            "nodes a round": f"{each['nodes_per_round']:.1f}",
-            "of which not recorded": NONE if each["not_recorded"] is None else f"{100 * each['not_recorded']:.0f} %",
-        }
-        for each in sorted(greedy, key=lambda each: -each["speedup"])
-    ]
-    return markdown(rows)
-
-
 def regrets() -> str:
     """What each objective loses against the size oracle, by text and kind of costs, and what its values promise."""
     found = json.loads(gzip.decompress((HERE / "replay" / "objectives.json.gz").read_bytes()))["results"]

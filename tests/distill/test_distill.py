@@ -30,6 +30,7 @@ from dynatree.distill.labels import HELD_BACK, HELD_BACK_PIECE, Labeller, Labels
 from dynatree.distill.student import check_head, cut, dense, kept_layers
 from dynatree.distill.texts import PROMPT, chat_frame, read_texts
 from dynatree.distill.training import Training, rate_share
+from dynatree.engine.cpu import native
 from dynatree.engine.cpu.packing import can_pack
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.tokenizer import load_tokenizer
@@ -244,7 +245,7 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-2] == "done"
     check_pair(str(path), str(tmp_path / "out"))
     saved_as = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
-    assert saved_as == ("bfloat16" if can_pack(torch.bfloat16) else "float32")
+    assert saved_as == ("bfloat16" if native.builds() or can_pack(torch.bfloat16) else "float32")
     for weights in ("auto", "int8"):  # the draft's own weights are floats
         engine = load_engine(ModelSettings(str(tmp_path / "out"), weights=weights, sessions=1, chooses_tokens=False))
         assert "gguf" not in engine.info.numerics

@@ -22,6 +22,7 @@ from dynatree.distill.outcome import outcome
 from dynatree.distill.student import check_head, cut, default_layers, dense, from_config, kept_layers
 from dynatree.distill.texts import LENGTH, Texts, chat_frame, read_texts
 from dynatree.distill.training import Training
+from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.packing import can_pack
 from dynatree.engine.examined import WITHOUT_ATTENTION, display_name, examined, examined_config, unloadable
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
@@ -89,7 +90,9 @@ def _train(
     target = load_target(model)
     loaded = clock()
     loading = loaded - before
-    saved = dtype if is_gguf(model) or method_of(target.config) else target.dtype  # dequantised weights are in float32
+    saved = target.dtype
+    if is_gguf(model) or method_of(target.config):  # dequantised weights are in float32
+        saved = torch.bfloat16 if is_native(torch.device("cpu"), torch.bfloat16) else dtype
     config = target.config.get_text_config()
     shape: Sequence[int] | str
     if options.draft_config:
