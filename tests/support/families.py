@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dynatree.engine.model.checkpoint import saved_buffers
 from dynatree.engine.model.composite import COMPOSITES, loader_of
 
 CONTEXT = 256
@@ -114,7 +115,9 @@ _TOWER = {
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [1],
 }
-_SPAN = re.compile(r"^(?!.*(dim|heads|expert|layer|group)).*(window|chunk|top_?k$|local|block|span|stride|sparse)")
+_SPAN = re.compile(
+    r"^(?!.*(dim|heads|expert|layer|group)).*(window|chunk|top_?k$|local|block|span|stride|sparse|floor_scale)"
+)
 
 
 def default_config(family: str) -> PretrainedConfig:
@@ -185,7 +188,9 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = loader_of(config).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in [*model.parameters(), *saved_buffers(model).values()]:
+            if not weight.is_floating_point():
+                continue
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() > 1:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)

@@ -29,6 +29,12 @@ NEW_TOKENS = 48
 LEAST_PROB = 1 / 32
 # Time of a round and of a draft level beside the forward passes, as measured for `dynatree bench replay`.
 ROUND_SECONDS, LEVEL_SECONDS = 0.0024, 0.0005
+# n-grams as the default policy drafts them without a model, which is what a draft has to beat.
+METHODS = (
+    Method("n-grams alone", DEFAULT_POLICY, (("breadth", 0.0),)),
+    Method("a chain", "linear"),
+    Method("the default tree", DEFAULT_POLICY),
+)
 _TARGET_ROWS, _DRAFT_ROWS = 64, 6  # largest forward passes that are measured
 
 
@@ -85,12 +91,12 @@ def outcome(
     speeds: dict[str, list[float]] = {}
     for group in groups(runs):
         own = speeds[f"{group.temperature:g}"] = []
-        for name, method in (("n-grams alone", "ngram"), ("a chain", "linear"), ("the default tree", DEFAULT_POLICY)):
-            result = replay_group(Task(Method(method, method), machine, group, Settings()))
+        for method in METHODS:
+            result = replay_group(Task(method, machine, group, Settings()))
             own.append(result.speedup)
             acceptance = "none drafted" if result.acceptance is None else f"acceptance {result.acceptance:.0%}"
             yield (
-                f"  temperature {group.temperature:g}, {name}: {result.tokens_per_round:.2f} tokens a round, "
+                f"  temperature {group.temperature:g}, {method.label}: {result.tokens_per_round:.2f} tokens a round, "
                 f"{acceptance}, {result.speedup:.2f} x plain"
             )
     yield _advice(speeds, draft) + (RANK if count < PROMPTS else "")

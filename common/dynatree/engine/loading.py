@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from dynatree.engine.kv.kv_cache import KVCache, KVShape
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
+from dynatree.engine.model.gguf_tokenizer import end_tokens
 from dynatree.engine.model.rotary import fix_rotary
 from dynatree.engine.model.size import parameters_of, step_bytes_of
 from dynatree.engine.model.skeleton import skeleton
@@ -49,7 +51,7 @@ from dynatree.engine.parallel.starting import leading, started_ranks
 from dynatree.engine.quantized.layers import check_groups, quantize
 from dynatree.engine.quantized.loading import method_of, quantized_model
 from dynatree.engine.runners import runner_of
-from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings
+from dynatree.engine.settings import DTYPES, WEIGHTS, ModelSettings, is_gguf
 from dynatree.engine.support.explained import explained
 from dynatree.engine.support.families import check_family, record_kv_shape
 from dynatree.engine.support.probe import check_outputs
@@ -125,6 +127,9 @@ def _engine_of(
     native = is_native(model.device, model.dtype)
     with explained(name, model.config):
         defaults = GenerationDefaults.of(model.generation_config if settings.chooses_tokens else None)
+        if settings.chooses_tokens and is_gguf(settings.model):
+            ends = defaults.eos_token_ids | end_tokens(tokenizer, Path(settings.model))
+            defaults = replace(defaults, eos_token_ids=ends)
         identity = model_fingerprint(model, defaults, sums) if settings.chooses_tokens else ""
         if settings.weights != "auto" and offloaded is None:
             output = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -1,10 +1,13 @@
 """Models from GGUF files: the weights and tokens are those that were written, and that transformers reads."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Starcoder2Config
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
@@ -15,6 +18,7 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model import gguf_config
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
@@ -379,14 +383,32 @@ def test_a_sliding_window_is_that_of_the_file(tmp_path):
         *(("attention.clamp_kqv", 8.0), ("attention.scale", 0.1), ("final_logit_softcapping", 30.0)),
         *(("logit_scale", 16.0), ("residual_scale", 0.22), ("attention.max_alibi_bias", 8.0), ("swin_norm", True)),
         *(("attention.key_length", 32), ("attention.value_length", 128), ("a_key_of_tomorrow", "yes")),
+        ("attention.causal", False),
     ],
 )
 def test_a_key_that_changes_the_model_and_is_not_read_is_refused(tmp_path, key, value):
     """By it, transformers would compute another model, since it passes over such keys."""
     path = tmp_path / "model.gguf"
     written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value}, words=WORDS)
-    with pytest.raises(StartupError, match=rf"its llama\.{key} is .*, (which is not read|expected 64)"):
+    with pytest.raises(StartupError, match=rf"its llama\.{key} is .*, (which is not read|expected 64|expected True)"):
         config_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rope.freq_base", 999999.0, 10000.0),
+        ("rope.freq_base", 10000.0, None),
+        ("attention.layer_norm_epsilon", 1e-6, 1e-5),
+        ("attention.layer_norm_epsilon", float(np.float32(1e-5)), None),
+    ],
+)
+def test_a_number_that_transformers_does_not_map_is_compared_with_its_default(key, value, expected):
+    """StarCoder2's files have such numbers, and its tensors no place for them."""
+    values = {"general.architecture": "starcoder2", f"starcoder2.{key}": value}
+    header = SimpleNamespace(values=values, tensors=[])
+    with nullcontext() if expected is None else pytest.raises(StartupError, match=f"{key} is .*, expected {expected}"):
+        gguf_config._check_keys("model.gguf", header, Starcoder2Config(rope_theta=10000.0), set())
 
 
 @compiled

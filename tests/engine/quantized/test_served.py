@@ -114,6 +114,14 @@ def groups_out_of_order(folder):
     return path, {}
 
 
+def rotated(folder):
+    path, _ = save_packed(folder, "packed", 4)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R4": {"type": "hadamard"}}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path, {}
+
+
 def packed_experts(folder):
     path = packed(folder)
     whole = save_random_model(folder / "mixture", "qwen3_moe", seed=1)
@@ -151,6 +159,7 @@ def a_longer_context(folder):
         (three_bits, "its weights have 3 bits, expected 4 or 8"),
         (other_method, "version gemv, expected 4 and gemm"),
         (groups_out_of_order, "its groups of inputs are not in order"),
+        (rotated, r"its compressed-tensors expect rotated activations \(transform_config\)"),
         (packed_experts, "experts in gptq weights are not served"),
         (rounded_twice, "has gptq weights, which cannot be rounded again to int8"),
         (inputs_in_no_group, "has 72 inputs, expected multiples of 16"),

@@ -28,6 +28,14 @@ def test_the_codes_stand_for_the_numbers(method, bits, group, dtype):
     assert (ours - weight).abs().max() <= 1e-6 * weight.abs().max()
 
 
+@pytest.mark.parametrize("method", ["gptq", "gptq_v2"])
+def test_the_version_of_gptq_has_two_names(method):
+    tensors, settings, weight = stored(method, 4, 32, 64, 512, torch.Generator().manual_seed(1), torch.float16)
+    settings["format"] = settings.pop("checkpoint_format")
+    ours = format_of(settings).unpacked(tensors).dequantized()
+    assert (ours - weight).abs().max() <= 1e-6 * weight.abs().max()
+
+
 @pytest.mark.parametrize(("method", "bits"), CASES)
 def test_a_checkpoint_is_served_as_its_weights_are(tmp_path, method, bits):
     logits = []

@@ -20,7 +20,7 @@ RECURRENT = frozenset(
     }
 )
 _OWN = ("falcon", "gptj", "minimax")  # families with a module of this package
-_ADAPTERS = dict.fromkeys(RECURRENT, "recurrent") | {family: family for family in _OWN}
+_ADAPTERS = dict.fromkeys(RECURRENT, "recurrent") | {family: family for family in _OWN} | {"llama4_text": "llama4"}
 
 
 def prepare(model_type: str) -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    rename_source_key,
+)
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.not_finite import check_weights
@@ -46,6 +53,9 @@ class Checkpoint:
         self.name = name
         self._folder = folder
         self._dtype = model.dtype
+        self._dtypes = kept_dtypes(model)
+        self._buffers = saved_buffers(model)
+        self._optional = [*(model._keys_to_ignore_on_load_missing or ())]
         files = files_of(folder, name)
         named = names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
@@ -68,24 +78,32 @@ class Checkpoint:
 
     def fill(self, module: nn.Module, prefix: str = "") -> None:
         """See `WeightFiles.fill`."""
-        wanted = {prefix + name: each for name, each in module.named_parameters() if each.is_meta}
+        buffers = {name: each for name, each in self._buffers.items() if name.startswith(prefix)}
+        wanted = {prefix + name: each for name, each in module.named_parameters() if each.is_meta} | buffers
         for name, tensor in self.read([name for name in wanted if name in self]).items():
             if tensor.shape != wanted[name].shape:
                 shapes = f"{list(tensor.shape)}, expected {list(wanted[name].shape)}"
                 raise StartupError(f"model {self.name} cannot be served: its tensor {name} is {shapes}")
             owner, _, last = name.removeprefix(prefix).rpartition(".")
-            setattr(module.get_submodule(owner), last, nn.Parameter(tensor.clone(), requires_grad=False))
+            own = tensor.clone()
+            value = own if name in buffers else nn.Parameter(own, requires_grad=False)
+            setattr(module.get_submodule(owner), last, value)
         if isinstance(module, PreTrainedModel):
             module.tie_weights()
         missing = [prefix + name for name, each in module.named_parameters() if each.is_meta]
+        missing += [name for name in buffers if name not in self and not self._may_lack(name)]
         if missing:
             raise StartupError(
                 f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not contain "
                 f"{missing[0]} in the form that the model uses"
             )
 
+    def _may_lack(self, name: str) -> bool:
+        """Whether transformers, too, computes a tensor that the checkpoint lacks."""
+        return any(re.search(each, name) for each in self._optional)
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read floating-point tensors by name, in the model's dtype.
+        """Read floating-point tensors by name, in the dtype in which transformers keeps them.
 
         Raises:
             StartupError: A tensor holds integers, or is not finite.
@@ -94,7 +112,7 @@ class Checkpoint:
         for name, tensor in self.stored(names).items():
             if not tensor.is_floating_point():
                 raise StartupError(f"model {self.name} cannot be served: its tensor {name} holds {tensor.dtype}")
-            found[name] = tensor.to(self._dtype)
+            found[name] = tensor.to(self._dtypes.get(name, self._dtype))
         check_weights(self.name, found.items())
         return found
 
@@ -115,6 +133,22 @@ class Checkpoint:
         with safe_open(self._folder / path, "pt") as file:
             shape: list[int] = file.get_slice(theirs).get_shape()
         return shape
+
+
+def kept_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtype in which transformers keeps each tensor of a model: the model's, or float32 for some."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    kept = {name: each.dtype for name, each in model.state_dict().items()}
+    if plan:
+        pattern = build_glob_alternation(list(plan))[0]
+        kept |= {name: torch.float32 for name in kept if pattern.search(name)}
+    return kept
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module that a checkpoint holds, such as the biases of some routers."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: each for name, each in module.state_dict().items() if name not in parameters}
 
 
 def files_of(folder: Path, name: str) -> dict[str, str]:

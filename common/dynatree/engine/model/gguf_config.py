@@ -7,6 +7,7 @@ and scales. In all files it passes over keys that it does not know.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import checkpoint_of
 from dynatree.engine.model.gguf_families import FAMILIES, THETA, Values, family_of
 from dynatree.engine.model.gguf_header import GGUFHeader, Length, read_header
+from dynatree.engine.model.gguf_tokenizer import check_split
 from dynatree.engine.model.rope_factors import add_factors
 from dynatree.engine.settings import is_gguf
 
@@ -63,6 +65,7 @@ def config_of(model: str) -> PretrainedConfig:
         mapping: Any = GGUF_CONFIG_MAPPING.get(_architecture(header), {}) if header else {}
         read = {key for key, field in mapping.items() if field}
     if header:
+        check_split(path.name, header.values)
         read |= add_factors(path, header, config)
         _check_keys(path.name, header, config, read)
     return config
@@ -82,11 +85,14 @@ def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig, read: s
     rope = getattr(config, "rope_parameters", None) or {}
     same = dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
     same["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    same["attention.causal"] = True
+    unread = {"rope.freq_base": rope.get("rope_theta", THETA), "attention.layer_norm_epsilon": _epsilon_of(config)}
+    same |= {key: value for key, value in unread.items() if key not in read and value is not None}
     for full, value in header.values.items():
         key = full.removeprefix(f"{architecture}.")
         if key == full:  # about the file or its tokenizer
             continue
-        if value != same.get(key, value):
+        if key in same and not (isinstance(value, (int, float)) and math.isclose(value, same[key], rel_tol=1e-6)):
             reason = f"expected {same[key]}"
         elif isinstance(value, Length) and value:
             reason = "the length of an array, expected a number"
@@ -95,6 +101,12 @@ def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig, read: s
         else:
             continue
         raise StartupError(f"model {name} cannot be served: its {full} is {value!r:.40}, {reason}")
+
+
+def _epsilon_of(config: PretrainedConfig) -> float | None:
+    """Return the number that a model's norms with means add to variances."""
+    names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
 def _is_neutral(key: str, value: object) -> bool:
@@ -132,7 +144,7 @@ def _own_config(name: str, header: GGUFHeader, family: str) -> tuple[PretrainedC
     except LookupError as error:
         raise StartupError(f"model {name} cannot be served: it has no {prefix}{error}") from None
     config: PretrainedConfig = CONFIG_MAPPING[kind](**fields)
-    return config, asked.read
+    return config, asked.read | {"rope.freq_base"}
 
 
 def _architecture(header: GGUFHeader) -> str:

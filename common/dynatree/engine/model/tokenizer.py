@@ -13,6 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import architecture_of, check_path, checkpoint_of
+from dynatree.engine.model.gguf_tokenizer import mend
+from dynatree.engine.settings import is_gguf
 
 # Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds,
 # or refuse it.
@@ -62,6 +64,10 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     loader: Any = PreTrainedTokenizerFast if architecture_of(model) in _GENERAL else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+        if is_gguf(model):
+            mend(tokenizer, Path(model))
+    except StartupError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its backends' own types here
         raise StartupError(f"no tokenizer could be loaded for model {model!r}: {first_line(error)}") from error
     return tokenizer

@@ -29,7 +29,7 @@ from dynatree.engine.offload.layer_file import LayerFile, Place, named, remedy, 
 log = logging.getLogger(__name__)
 
 _TABLE = "layers.json"
-_FORMAT = 3  # version of the table and the files, which is part of the folder's name
+_FORMAT = 4  # version of the table and the files, which is part of the folder's name
 _ROOT = 0  # user id of root
 _SPARE = 1 << 28  # bytes that must stay free on the disk
 

@@ -26,7 +26,7 @@ from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native_experts import NativeExperts, is_fused
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.not_finite import check_weights
-from dynatree.engine.model.checkpoint import samples_of
+from dynatree.engine.model.checkpoint import kept_dtypes, samples_of, saved_buffers
 from dynatree.engine.model.gguf_header import BLOCKS, GGUFTensor, read_header
 from dynatree.engine.model.rope_factors import tensors_of_factors
 from dynatree.engine.quantized.layers import layer_of
@@ -101,6 +101,8 @@ class GGUFFile:
         self._path = path
         self._native = native
         self._model_type, self._dtype = model.config.model_type, model.dtype
+        self._dtypes = kept_dtypes(model)
+        self._buffers = saved_buffers(model)
         self._tied = bool(model.config.tie_word_embeddings)
         header = read_header(path)
         self._data = np.memmap(path, np.uint8, "r")
@@ -122,7 +124,8 @@ class GGUFFile:
         self._placed = [self._place(each, model) for each in header.tensors if each.name not in elsewhere]
         there = {each.name for each in self._placed}
         there -= {name for name, parts in self._experts.items() if not set(parts) <= self._tensors.keys()}
-        missing = [name for name, _ in model.named_parameters() if name not in there]
+        every = (*dict(model.named_parameters()), *self._buffers)
+        missing = [name for name in every if name not in there]
         if missing:
             raise self._refusal(f"it lacks the tensor of {missing[0]}")
 
@@ -157,12 +160,15 @@ class GGUFFile:
             path, _, last = each.name.removeprefix(prefix).rpartition(".")
             if not each.name.startswith(prefix) or each.name in self._experts:
                 continue
-            if not getattr(module.get_submodule(path), last).is_meta:
+            owner = module.get_submodule(path)
+            if each.name in self._buffers:
+                setattr(owner, last, self._floats(each))
+            elif not getattr(owner, last).is_meta:
                 continue
-            if each.kept:
+            elif each.kept:
                 linear.append((path, each.tensor))
             else:
-                setattr(module.get_submodule(path), last, nn.Parameter(self._floats(each), requires_grad=False))
+                setattr(owner, last, nn.Parameter(self._floats(each), requires_grad=False))
         for path in {name.rpartition(".")[0] for name in self._experts if name.startswith(prefix)}:
             self._fill_experts(module, path, path.removeprefix(prefix))
         for path, tensor in linear:  # once the biases are loaded
@@ -225,9 +231,9 @@ class GGUFFile:
         return QuantizedLinear(self._repacked(blocks, parts[0]), None, self._dtype)
 
     def _floats(self, placed: _Placed) -> Tensor:
-        """Read a tensor as transformers keeps it, in the model's dtype."""
+        """Read a tensor as transformers keeps it."""
         processed = self._processed(placed.tensor, self._values(placed.tensor).numpy())
-        loaded = torch.from_numpy(np.ascontiguousarray(processed)).to(self._dtype)
+        loaded = torch.from_numpy(np.ascontiguousarray(processed)).to(self._dtypes[placed.name])
         check_weights(self.name, [(placed.name, loaded)])
         return loaded
 

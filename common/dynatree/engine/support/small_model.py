@@ -20,7 +20,7 @@ SPAN = 16
 MOST_EXPERTS = 16
 MOST_PARAMETERS = 3 * 2**27  # 1.5 GiB in float32
 _SPANS = re.compile(
-    r"^(?!.*(dim|heads|experts|layers?)).*(window|chunk|top_?k|local|block|span|stride|sparse|original_max)"
+    r"^(?!.*(dim|heads|experts|layers?)).*(window|chunk|top_?k|local|block|span|stride|sparse|original_max|floor_scale)"
 )
 _WIDTHS = re.compile(r"intermediate|inner|ffn|lora_rank")
 _EXPERTS = re.compile(r"experts(_per_tok(en)?)?$")  # of a layer, and of a row

@@ -62,7 +62,8 @@ def format_of(settings: Mapping[str, Any]) -> PackedFormat:
 
 def _gptq(settings: Mapping[str, Any]) -> PackedFormat:
     bits, size = _checked_bits(settings.get("bits")), _checked_group(settings.get("group_size"))
-    first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the first version stores zero - 1
+    version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+    first = 0 if version == "gptq_v2" else 1  # the first version stores zero - 1
 
     def unpacked(tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         codes = _unpacked(_matrix(tensors, "qweight", torch.int32).T, bits)  # [features, inputs]
@@ -99,6 +100,8 @@ def _awq(settings: Mapping[str, Any]) -> PackedFormat:
 
 
 def _compressed(settings: Mapping[str, Any]) -> PackedFormat:
+    if settings.get("transform_config"):
+        raise ValueError("its compressed-tensors expect rotated activations (transform_config)")
     schemes, form = settings.get("config_groups"), settings.get("format")
     schemes = list(schemes.values()) if isinstance(schemes, Mapping) else []
     weights = schemes[0].get("weights") if len(schemes) == 1 and isinstance(schemes[0], Mapping) else None

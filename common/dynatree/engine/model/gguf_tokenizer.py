@@ -1,0 +1,124 @@
+"""The tokenizers of GGUF files where transformers would make another one than the checkpoint's own.
+
+A byte-level tokenizer splits a text before BPE, as `tokenizer.ggml.pre` says. transformers splits like GPT-2 if it does
+not know that name, composes no characters, takes no token whole that BPE would not reach, and gives some control tokens
+ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.gguf import reader
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from dynatree.common.errors import StartupError
+
+_GPT2 = frozenset({"gpt-2", "mpt", "olmo", "phi-2"})
+_DIGITS = frozenset({"command-r", "refact", "smollm", "starcoder"})  # each digit is apart, and the rest like GPT-2's
+_LIKE = {"stablelm2": "qwen2"}
+_COMPOSED = frozenset({"command-r", "qwen2", "qwen35"})  # whose texts are in Unicode's form NFC
+# Those that take a part whole if it is a token, and whose texts begin with a token unless the file denies that.
+_WHOLE = frozenset({"falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken"})
+_KNOWN = _GPT2 | _DIGITS | _LIKE.keys() | GGUF_PRE_TOKENIZER_SPLITS.keys()
+_BYTE_LEVEL = "gpt2"
+_TURNS = ("<end_of_turn>", "<|end|>", "<|eot_id|>", "<|im_end|>")  # which end an assistant's turn
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def check_split(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse a file whose texts are split in a way that is not known.
+
+    Args:
+        name: Name of the file.
+        values: Values of its header.
+
+    Raises:
+        StartupError: The way is not known.
+    """
+    kind = values.get("tokenizer.ggml.pre")
+    if values.get("tokenizer.ggml.model") == _BYTE_LEVEL and kind not in _KNOWN:
+        raise StartupError(
+            f"model {name} cannot be served: its tokenizer.ggml.pre is {kind!r:.40}, by which DynaTree cannot split "
+            "texts; the checkpoint's own folder can be served"
+        )
+
+
+def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Change the tokenizer that transformers has made of a file to the checkpoint's own.
+
+    Raises:
+        StartupError: The file's texts are split in a way that is not known.
+    """
+    values, _ = reader.read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
+    if values.get("tokenizer.ggml.model") != _BYTE_LEVEL:
+        return
+    check_split(path.name, values)
+    kind = values["tokenizer.ggml.pre"]
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    mended = Tokenizer.from_str(json.dumps(_with_own_tokens(json.loads(backend.to_str()), values)))
+    if kind in _DIGITS:
+        mended.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif kind in _LIKE:
+        mended.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[_LIKE[kind]]), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    if kind in _COMPOSED:
+        mended.normalizer = normalizers.NFC()
+    if kind in _WHOLE:
+        mended.model.ignore_merges = True
+    tokenizer._tokenizer = mended  # type: ignore[attr-defined]
+    for name, token in tokenizer.special_tokens_map.items():
+        if isinstance(token, str) and mended.token_to_id(token) is None:
+            setattr(tokenizer, name, None)
+    if kind in _WHOLE and "tokenizer.ggml.add_bos_token" not in values and tokenizer.bos_token is not None:
+        tokenizer.add_bos_token = True  # type: ignore[attr-defined]
+    if tokenizer.bos_token is not None:
+        tokenizer.update_post_processor()  # type: ignore[attr-defined]
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> set[int]:
+    """Return the tokens that end a turn besides `tokenizer.ggml.eos_token_id`.
+
+    A file names them, or its chat template ends turns with them. The generation_config of a folder has them too.
+    """
+    values, _ = reader.read_gguf_metadata(str(path))
+    named = {values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")}
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    added = tokenizer.get_added_vocab()
+    return {each for each in named if isinstance(each, int)} | {
+        added[token] for token in _TURNS if token in template and token in added
+    }
+
+
+def _with_own_tokens(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a tokenizer.json in which each control and user-defined token of a file has its own id.
+
+    llama.cpp marks a few usual tokens as control tokens by mistake. Real ones have brackets, or bytes only.
+    """
+    tokens: list[str] = values["tokenizer.ggml.tokens"]
+    kinds: list[int] = values.get("tokenizer.ggml.token_type") or []
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    names = {number: token for token, number in vocabulary.items()}
+    added = {each["id"]: each for each in content["added_tokens"] if each["id"] < len(tokens)}
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        bracketed = token.startswith("<") and token.endswith(">")
+        if number in added or kind not in (_CONTROL, _USER_DEFINED) or not (bracketed or names.get(number) == token):
+            continue
+        if names.get(number) != token:
+            vocabulary.pop(names[number], None)
+            vocabulary[token] = number
+        whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added[number] = {"id": number, "content": token, **whole, "special": kind == _CONTROL}
+    content["added_tokens"] = [added[number] for number in sorted(added)]
+    return content

@@ -1,0 +1,125 @@
+"""Tests that a GGUF file's tokenizer gives the ids of the tokenizer that the file was made of."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from dynatree import embedded
+from dynatree.common.errors import StartupError
+from dynatree.engine.model.gguf_header import read_header
+from dynatree.engine.model.gguf_tokenizer import check_split, end_tokens
+from dynatree.engine.model.tokenizer import PROBES, files_of, fingerprint, load_tokenizer, tokenizer_of
+
+# Control tokens of characters that stand for bytes and of others, and a usual token that is marked so by mistake.
+CONTROL = ("<|im_start|>", "<|im_end|>", "<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>")
+USER_DEFINED = ("<think>",)
+MISTAKE = "\u3002\uff5c"
+TEXTS = (*PROBES, *(f"a{token}b {token}  c\n\n1" for token in (*CONTROL, *USER_DEFINED)), "steps:\n\n1. a", "=  12")
+
+
+def byte_level(split=None):
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    first = digits if split is None else pre_tokenizers.Split(Regex(split), "isolated")
+    return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)])
+
+
+KINDS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": byte_level(),
+    "starcoder": byte_level(),
+    "qwen2": byte_level(GGUF_PRE_TOKENIZER_SPLITS["qwen2"]),
+    "stablelm2": byte_level(GGUF_PRE_TOKENIZER_SPLITS["qwen2"]),
+    "llama-bpe": byte_level(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]),
+    "tekken": byte_level(GGUF_PRE_TOKENIZER_SPLITS["tekken"]),
+}
+WHOLE = ("llama-bpe", "tekken")
+
+
+def original(kind):
+    """A tokenizer with more tokens than the embedded pair's, one of which no merges reach."""
+    content = json.loads((embedded.target_path() / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    for token in ("\u0120Donaudampf", *CONTROL, *USER_DEFINED):
+        vocabulary[token] = len(vocabulary)
+    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] = [
+        {"id": vocabulary[token], "content": token, "special": token not in USER_DEFINED} | whole
+        for token in (*(each["content"] for each in content["added_tokens"]), *CONTROL, *USER_DEFINED)
+    ]
+    content["model"]["ignore_merges"] = kind in WHOLE
+    content["post_processor"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.pre_tokenizer = KINDS[kind]
+    tokenizer.normalizer = normalizers.NFC() if kind == "qwen2" else None
+    return tokenizer
+
+
+def written(path, tokenizer, kind, **values):
+    """Write a file of hardly any weights, as llama.cpp's converter writes the tokenizer."""
+    content = json.loads(tokenizer.to_str())
+    special = {each["content"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
+    tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for add in (writer.add_block_count, writer.add_embedding_length, writer.add_head_count):
+        add(1)
+    writer.add_tokenizer_model("gpt2")
+    if kind:
+        writer.add_tokenizer_pre(kind)
+    writer.add_token_list([*tokens, MISTAKE])
+    writer.add_token_types([*(special.get(token, 1) for token in tokens), 3])
+    writer.add_token_merges([" ".join(each) for each in content["model"]["merges"]])
+    for key, value in values.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_have_the_ids_of_the_original(tmp_path, kind):
+    tokenizer = original(kind)
+    loaded = load_tokenizer(written(tmp_path / "model.gguf", tokenizer, kind, add_bos_token=False))
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert [loaded(text)["input_ids"] for text in TEXTS] == expected
+    assert max(map(max, filter(None, expected))) < len(loaded) <= tokenizer.get_vocab_size() + 1
+    again = tokenizer_of(files_of(loaded))
+    assert [again(text)["input_ids"] for text in TEXTS] == expected
+    assert fingerprint(again) == fingerprint(loaded)
+
+
+@pytest.mark.parametrize(("kind", "adds"), [("llama-bpe", True), ("gpt-2", False)])
+def test_llama_3s_texts_begin_with_a_token_unless_the_file_denies_it(tmp_path, kind, adds):
+    tokenizer = original(kind)
+    first = tokenizer.token_to_id(CONTROL[3])
+    path = written(tmp_path / "model.gguf", tokenizer, kind, bos_token_id=first)
+    expected = [first] * adds + tokenizer.encode("Once", add_special_tokens=False).ids
+    assert load_tokenizer(path)("Once")["input_ids"] == expected
+
+
+@pytest.mark.parametrize("kind", [None, "deepseek-coder", "falcon", "default", ""])
+def test_a_file_whose_texts_are_split_in_another_way_is_refused(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    written(path, original("gpt-2"), kind)
+    for refusing in (lambda: load_tokenizer(str(path)), lambda: check_split(path.name, read_header(path).values)):
+        with pytest.raises(StartupError, match=r"its tokenizer.ggml.pre is .*, by which DynaTree cannot split texts"):
+            refusing()
+
+
+def test_the_end_of_a_turn_is_an_end_as_the_file_or_its_template_names_it(tmp_path):
+    tokenizer = original("gpt-2")
+    ids = [tokenizer.token_to_id(token) for token in CONTROL]
+    path = tmp_path / "model.gguf"
+    for values, expected in (
+        ({}, set()),
+        ({"eot_token_id": ids[2], "eom_token_id": ids[0]}, {ids[2], ids[0]}),
+        ({"chat_template": "{{ messages[0].content }}<|im_end|><|end|>"}, {ids[1]}),
+    ):
+        named = load_tokenizer(written(path, tokenizer, "gpt-2", eos_token_id=0, **values))
+        assert end_tokens(named, path) == expected
