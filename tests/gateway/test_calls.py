@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -29,8 +30,8 @@ NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
 
 
-def read(pieces: Sequence[str], functions: Any = None) -> Read:
-    reader = CallReader(functions or NAMES)
+def read(pieces: Sequence[str], functions: Any = None, openings: Sequence[str] = ()) -> Read:
+    reader = CallReader(functions or NAMES, openings)
     parts = [*map(reader.push, pieces), reader.end()]
     calls = [call for _, found in parts for call in found]
     assert reader.calls == len(calls)
@@ -302,22 +303,9 @@ TOOLS = [
 @pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
 def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
     """The texts are random walks through the grammar, which end as soon as they may."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
-    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
-    start = compiler.state(Grammar(GrammarKind.LARK, call_grammar(TOOLS, tool_format, several=several)))
-    vocabulary, random, found = token_bytes(tokenizer), Random(5), []
-    for _ in range(12):
-        state, data = start, b""
-        while not state.allows(tokenizer.eos_token_id) or (several and random.random() < 0.5):
-            allowed = allowed_tokens(state, len(vocabulary))
-            token = random.choice([id_ for id_ in allowed if id_ != tokenizer.eos_token_id] or [-1])
-            if token < 0:
-                break
-            state, data = (
-                state.after(token) or pytest.fail("an allowed token does not follow"),
-                data + vocabulary[token],
-            )
-        content, calls = read([data.decode()])
+    grammar, found = Grammar(GrammarKind.LARK, call_grammar(TOOLS, tool_format, several=several)), []
+    for text in walks(grammar, 12, on=0.5 if several else 0.0):
+        content, calls = read([text])
         assert content == ""
         found.append(len(calls))
         for name, arguments in calls:
@@ -327,11 +315,34 @@ def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, sev
     assert (max(found) > 1) == several
 
 
+@cache
+def bundled() -> tuple[PreTrainedTokenizerFast, GrammarCompiler, list[bytes]]:
+    """The bundled tokenizer, a compiler for it, and the bytes of its tokens."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
+    return tokenizer, GrammarCompiler(tokenizer, [tokenizer.eos_token_id]), token_bytes(tokenizer)
+
+
+def walks(grammar: Grammar, count: int, on: float = 0.0) -> Iterator[str]:
+    """Yield texts of random walks through a grammar; where one may end, it goes on with the probability `on`."""
+    tokenizer, compiler, vocabulary = bundled()
+    random = Random(5)
+    for _ in range(count):
+        state: Any = compiler.state(grammar)
+        data = b""
+        while not state.allows(tokenizer.eos_token_id) or random.random() < on:
+            allowed = allowed_tokens(state, len(vocabulary))
+            token = random.choice([id_ for id_ in allowed if id_ != tokenizer.eos_token_id] or [-1])
+            if token < 0:
+                break
+            state = state.after(token) or pytest.fail("an allowed token does not follow")
+            data += vocabulary[token]
+        yield data.decode()
+
+
 def allows(grammar: str, text: str) -> bool:
     """Whether a grammar allows a text, in some spelling: the grammar may allow one alone."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.target_path())
-    ids = {data: id_ for id_, data in enumerate(token_bytes(tokenizer)) if data}
-    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id])
+    tokenizer, compiler, vocabulary = bundled()
+    ids = {data: id_ for id_, data in enumerate(vocabulary) if data}
     state: Any = compiler.state(Grammar(GrammarKind.LARK, grammar))
     rest = text.encode()
     while rest:

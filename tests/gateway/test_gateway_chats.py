@@ -233,6 +233,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "It was"},
     "chat/completions": {"messages": [{"role": "user", "content": "It was"}, {"role": "assistant", "content": "Who?"}]},
 }
+TYPED = {"type": "text"}  # lm-eval writes it in each message
 # Values without effect that the types do not give: numbers, labels, and fields of other servers.
 MORE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "min_p", "priority"), (0, 0.0)),
@@ -244,6 +245,11 @@ MORE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "logprobs", "stream"), (False,)),
     **{name: ([],) for name in ("bad_words", "stop_token_ids", "documents", "logits_processors", "stop")},
     **{name: ({},) for name in ("chat_template_kwargs", "mm_processor_kwargs", "policy_settings", "logit_bias")},
+    **dict.fromkeys(("cache_prompt", "timings_per_token", "return_progress"), (False, True)),
+    "id_slot": (-1, 3),
+    "cache_salt": ("x",),
+    "keep_alive": (-1, "5m"),
+    "seed": (-1,),
     "top_k": (0, -1),
     "top_logprobs": (0,),
     "metadata": ({"run": "7", "of": ""},),
@@ -296,6 +302,7 @@ def messages_of_no_effect() -> list[dict[str, Any]]:
     written = [{name: None} for name in ChatCompletionMessage.model_fields if name not in ("role", "content")]
     others = [
         *({"annotations": []}, {"reasoning_content": ""}, {"reasoning_content": None}, {"tool_call_id": None}),
+        *({"reasoning": ""}, {"reasoning": None}, {"type": "text"}, {"type": "message"}, {"type": None}),
         *({"tool_calls": []}, {"name": None}, {"cache_control": {"type": "ephemeral"}}),
     ]
     return [*known, *written, *others]
@@ -332,7 +339,7 @@ def test_a_messages_field_at_its_value_of_no_effect_is_as_good_as_none(chatty: C
 
     for more in [*found, together]:
         assert choices(chatty.url, route, {"messages": [user, {**assistant, **more}]}) == plain, more
-    for more in ({}, {"cache_control": None}, {"annotations": []}, {"prompt_cache_breakpoint": {"mode": "x"}}):
+    for more in ({}, {"cache_control": None}, {"annotations": []}, {"prompt_cache_breakpoint": {"mode": "x"}}, TYPED):
         parts = [{"type": "text", "text": "It "}, {"type": "text", "text": "was", **more}]
         assert choices(chatty.url, route, {"messages": [{**user, "content": parts, **more}, assistant]}) == plain
     empty = [user, {**assistant, "content": ""}]

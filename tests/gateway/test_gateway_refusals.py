@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import openai
@@ -36,6 +38,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "chat_template_kwargs",
         "is not supported",
     ),
+    "any length": ({"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    "llama.cpp's length": ({"prompt": "a", "n_predict": -1}, "n_predict", "not supported; expected max_tokens"),
     "no prompt": ({}, "prompt", "required"),
     "an empty prompt": ({"prompt": []}, "prompt", "at least 1"),
     "a prompt of both": ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
@@ -131,6 +135,7 @@ def test_a_body_that_is_not_called_json_is_refused(gateway: Gateway) -> None:
 
 
 USER: Any = {"role": "user", "content": "Who are you?"}
+DEVELOPER: Any = {"role": "developer", "content": "Be brief."}
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
 
@@ -156,6 +161,18 @@ CHATS_REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
     ),
     "a number": ([USER, USER, {"role": "user", "content": 5}], {}, "messages.2.content", "valid string"),
     "no content": ([USER, {"role": "user", "content": None}], {}, "messages.1", "needs content"),
+    "a type": ([USER, {**USER, "type": "image"}], {}, "messages.1.type", "image is not supported"),
+    "a user's reasoning": ([{**USER, "reasoning_content": "a"}], {}, "messages.0", "'user' cannot have reasoning"),
+    "a developer's reasoning": ([{**DEVELOPER, "reasoning": "a"}], {}, "messages.0", "cannot have reasoning"),
+    "two reasonings": (
+        [USER, {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}],
+        {},
+        "messages.1",
+        "reasoning_content and reasoning differ",
+    ),
+    "no developer's content": ([{"role": "developer"}], {}, "messages.0", "needs content"),
+    "llama.cpp's length": ([USER], {"n_predict": 9}, "n_predict", "is not supported; expected max_tokens"),
+    "no tokens": ([USER], {"max_tokens": -2}, "max_tokens", "greater than or equal to 1"),
     "no role": ([USER, {"content": "a"}], {}, "messages.1.role", "required"),
     "no message": ([USER, 5], {}, "messages.1", "should be an object"),
     "no text": ([USER, {"role": "user", "content": [{"type": "text"}]}], {}, "messages.1.content.0.text", "required"),
@@ -201,9 +218,33 @@ def test_a_body_has_a_largest_size(gateway: Gateway) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
-def test_there_are_no_other_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/nothing", 404, "GET /v1/nothing: Not Found"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: Method Not Allowed"),
+        ("POST", "/v1/responses", 404, "this gateway has /v1/chat/completions, and the client can switch to it (n8n"),
+        ("POST", "/v1//responses/", 404, "set_default_openai_api('chat_completions')"),
+        ("POST", "/chat/completions", 404, "POST /chat/completions: Not Found; the base URL ends with /v1"),
+        ("POST", "/completions/", 404, "the base URL ends with /v1"),
+        ("GET", "/models", 404, "the base URL ends with /v1"),
+        ("GET", "/v1/models//a//b", 404, "the model '/a//b' is not served"),
+    ],
+)
+def test_there_are_no_other_routes(gateway: Gateway, method: str, path: str, status: int, words: str) -> None:
     answer = requests.request(method, gateway.url + path, timeout=60)
 
     assert answer.status_code == status
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1//models", "//v1/models", "/v1///models//", "//health", "/v1//models/{model}"])
+def test_slashes_of_a_base_url_change_nothing(gateway: Gateway, model: str, path: str) -> None:
+    connection = HTTPConnection(urlsplit(gateway.url).netloc, timeout=60)  # which sends the path as it is
+    connection.request("GET", path.format(model=model))
+    answer = connection.getresponse()
+
+    assert answer.status == 200, answer.read()
+    connection.close()

@@ -99,6 +99,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}},
         "json",
     ),
+    "json_object with a schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json"),
     "structured_outputs.json": ({"structured_outputs": {"json": SCHEMA}}, "json"),
     "structured_outputs.json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json"),
     "structured_outputs.regex": ({"structured_outputs": {"regex": REGEX}}, "regex"),
@@ -238,6 +239,50 @@ def test_a_named_function_is_called(served: Served) -> None:
         ).choices
         [(name, _)] = calls_of(choice.message)
         assert (name, choice.finish_reason) == (tool["function"]["name"], "tool_calls")
+
+
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_limits_text_and_calls_stay_possible(served: Served, stream: bool) -> None:
+    """A bias decides whether the answer begins as a call or as JSON."""
+    for begin in "<{":
+        token = requests.post(f"{served.url}/tokenize", json={"prompt": begin}, timeout=60).json()["tokens"][-1]
+        options = {"tools": TOOLS, "parallel_tool_calls": False, "response_format": FORMAT, "stream": stream}
+        answer = served.chat(logit_bias={str(token): 100}, **options)
+        chunks = [chunk.choices[0] for chunk in answer] if stream else []
+        messages = [each.delta for each in chunks] or [answer.choices[0].message]
+        content = "".join(each.content or "" for each in messages)
+        calls = [found for each in messages for found in calls_of(each)]
+        reason = (chunks or answer.choices)[-1].finish_reason
+        if begin == "{":
+            check(content, "json")
+        assert (len(calls), bool(content), reason) == ((1, False, "tool_calls") if begin == "<" else (0, True, "stop"))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_format_does_not_limit_calls(served: Served, choice: Any) -> None:
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    [limited] = served.chat(**options, response_format=FORMAT).choices
+    [alone] = served.chat(**options).choices
+    assert calls_of(limited.message) == calls_of(alone.message) != []
+
+
+def test_a_model_is_parsed_where_functions_are_offered(served: Served) -> None:
+    options: Any = {"model": "target", "messages": CHAT, "seed": 5, "response_format": Town}
+    found = set()
+    for begin in "<{":
+        token = requests.post(f"{served.url}/tokenize", json={"prompt": begin}, timeout=60).json()["tokens"][-1]
+        answer = served.openai.chat.completions.parse(
+            **options,
+            tools=[pydantic_function_tool(Harbour)],
+            parallel_tool_calls=False,
+            logit_bias={str(token): 100},
+        )
+        message = answer.choices[0].message
+        found.add((isinstance(message.parsed, Town), len(message.tool_calls or ()) > 0))
+    assert found == {(True, False), (False, True)}
 
 
 def test_without_tools_the_model_is_not_told_of_them(served: Served) -> None:
@@ -433,6 +478,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         {**FORCED, **CONSTRAINT},
         "tool_choice",
         "guided_regex limits the answer; expected one of them",
+    ),
+    "a format and a call's keyword": (
+        {"tools": [*TOOLS, a_tool("f.1", a={"not": {}})], "response_format": {"type": "json_object"}},
+        "response_format",
+        "the JSON schema 'parameters of the function f.1': these keywords are not supp",
+    ),
+    "a format's keyword beside calls": (
+        {"tools": TOOLS, "response_format": {"type": "json_object", "schema": {"not": {}}}},
+        "response_format",
+        "the JSON schema 'response_format': these keywords are not supp",
     ),
     "parameters": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},

@@ -188,12 +188,13 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = loader_of(config).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in [*model.parameters(), *saved_buffers(model).values()]:
-            if not weight.is_floating_point():
-                continue
+        for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.dim() > 1:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             else:
                 weight += 0.1 * noise
+        for buffer in saved_buffers(model).values():  # by halves, which a layer's scale multiplies without rounding
+            if buffer.is_floating_point():
+                buffer -= 0.5 * torch.randint(2, buffer.shape, generator=generator)
     return model

@@ -113,7 +113,8 @@ class TextAnswer(_Named):
 class ChatAnswer(_Named):
     """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
 
-    `functions` has the schema of the parameters of each function that the answer may call, by name.
+    `functions` has the schema of the parameters of each function that the answer may call, by name, and `openings` the
+    texts that calls begin with where other text can be none (`call_openings`).
     """
 
     prefix = "chatcmpl"
@@ -121,11 +122,17 @@ class ChatAnswer(_Named):
     object = "chat.completion"
 
     def __init__(
-        self, model: str, texts: TokenTexts | None, choices: int, functions: Mapping[str, Json] | None = None
+        self,
+        model: str,
+        texts: TokenTexts | None,
+        choices: int,
+        functions: Mapping[str, Json] | None = None,
+        openings: Sequence[str] = (),
     ) -> None:
         super().__init__(model, texts)
         self._choices = choices
         self._functions = functions or {}
+        self._openings = openings
         self._readers: dict[int, CallReader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:
@@ -136,7 +143,7 @@ class ChatAnswer(_Named):
         """Return the choice of a stream's chunk."""
         if not self._functions:
             return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
-        reader = self._readers.setdefault(index, CallReader(self._functions))
+        reader = self._readers.setdefault(index, CallReader(self._functions, self._openings))
         before = reader.calls
         text, calls = reader.push(text) if reason is None else reader.end()
         delta: Json = {"content": text} if text else {}
@@ -151,7 +158,7 @@ class ChatAnswer(_Named):
         """Return the choice of a whole answer."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._functions:
-            reader = CallReader(self._functions)
+            reader = CallReader(self._functions, self._openings)
             parts = [reader.push(text), reader.end()]
             if reader.calls:
                 message["content"] = "".join(content for content, _ in parts) or None

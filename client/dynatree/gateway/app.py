@@ -23,6 +23,7 @@ from dynatree.client import AsyncClient, DynaTreeError, Prompt, ServiceInfo
 from dynatree.common.version import version
 from dynatree.gateway.answers import Answer, ChatAnswer, TextAnswer
 from dynatree.gateway.bodies import read_body
+from dynatree.gateway.calls_or_json import call_openings
 from dynatree.gateway.description import description
 from dynatree.gateway.encoding import Json, aside, encoded
 from dynatree.gateway.errors import ApiError, unauthorized
@@ -42,6 +43,15 @@ HEALTH_SECONDS = 2.0  # timeout of the draft service's health check
 LOADING_SECONDS = 5  # `Retry-After` while the models load
 LAST_WORDS_SECONDS = 1.0  # time for cancelled requests to send their error when the gateway stops
 Body = TypeVar("Body", bound=BaseModel)
+_WITHOUT_V1 = "; the base URL ends with /v1"
+# What a client can change, by the path that is unknown.
+_HINTS = {
+    "/v1/responses": (
+        '; this gateway has /v1/chat/completions, and the client can switch to it (n8n: "Use Responses API" off; '
+        "AI SDK: .chat('model'); Agents SDK: set_default_openai_api('chat_completions'))"
+    ),
+    **dict.fromkeys(("/chat/completions", "/completions", "/models"), _WITHOUT_V1),
+}
 _TOKEN = re.compile(r"[!-~]{1,4096}")  # a longer token would not fit in gRPC's metadata
 
 
@@ -146,7 +156,8 @@ class Gateway:
             cached_tokens=await self._models.tells_callers_apart(),
         )
         functions = {each.function.name: each.function.parameters or {} for each in body.callable}
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions)
+        openings = call_openings(body.callable, info.tool_format) if body.calls_or_format else ()
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions, openings)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:
@@ -369,7 +380,9 @@ async def _service_error(_: Request, error: Any) -> Response:
 
 async def _http_error(request: Request, error: Any) -> Response:
     """Answer a request for an unknown route or with a wrong method."""
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    path = request.scope["path"]
+    hint = _HINTS.get(path, "") if error.status_code == 404 else ""
+    message = f"{request.method} {path}: {error.detail}{hint}"
     return error_response(ApiError(error.status_code, message, headers=error.headers or {}))
 
 

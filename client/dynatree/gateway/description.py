@@ -145,12 +145,28 @@ class ChatLogProbs(_Object):
     refusal: None
 
 
+class MadeFunctionCall(_Object):
+    """The name and the arguments of a call."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(_Object):
+    """A call of a function that the answer makes."""
+
+    id: str
+    type: Literal["function"]
+    function: MadeFunctionCall
+
+
 class AssistantMessage(_Object):
-    """The assistant's message."""
+    """The assistant's message; one with calls may lack content."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[MadeCall] = []
 
 
 class ChatChoice(BaseModel):
@@ -159,7 +175,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogProbs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
 
 
 class ChatCompletion(_Object):

@@ -39,6 +39,8 @@ LONGEST_MESSAGE = 1000  # characters
 LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _NAMED = re.compile(r"(messages\.[a-z0-9_.]+|chat_template_kwargs): ")  # begins the service's words about a field
+# Fields of other servers -> this server's of the same meaning.
+_INSTEAD = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
@@ -107,7 +109,8 @@ class ApiError(Exception):
         )
         name = ".".join(map(str, path))
         if first["type"] == "extra_forbidden":
-            return cls(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+            instead = f"; expected {_INSTEAD[name]}" if name in _INSTEAD else ""
+            return cls(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
         if first["type"] == "literal_error":
             value = reduce(getitem, path, body)
             quoted = f"{name} {value[:LONGEST_PARAM]}" if isinstance(value, str) else name

@@ -24,9 +24,10 @@ class TextFormat(Body):
 
 
 class JsonObjectFormat(Body):
-    """Any JSON object."""
+    """Any JSON object, or JSON that follows the schema of llama-cpp-python, Fireworks and Together."""
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(None, alias="schema")
 
 
 class NamedSchema(Body):
@@ -112,6 +113,16 @@ class Structured(Body):
         return self
 
     @property
+    def format_schema(self) -> Schema | None:
+        """The schema that `response_format` asks for; None if it allows any text."""
+        if isinstance(self.response_format, JsonObjectFormat):
+            return self.response_format.schema_ or ANY_OBJECT
+        if isinstance(self.response_format, JsonSchemaFormat):
+            schema = self.response_format.json_schema.schema_
+            return ANY_OBJECT if schema is None else schema
+        return None
+
+    @property
     def constraint(self) -> GenerateOptions:
         """The client library's option for the constraint; empty if any text is allowed."""
         return next(iter(self._constraints().values()), GenerateOptions())
@@ -123,11 +134,8 @@ class Structured(Body):
 
     def _constraints(self) -> dict[str, GenerateOptions]:
         found: dict[str, GenerateOptions] = {}
-        if isinstance(self.response_format, JsonObjectFormat):
-            found["response_format"] = GenerateOptions(json_schema=ANY_OBJECT)
-        elif isinstance(self.response_format, JsonSchemaFormat):
-            schema = self.response_format.json_schema.schema_
-            found["response_format"] = GenerateOptions(json_schema=ANY_OBJECT if schema is None else schema)
+        if (schema := self.format_schema) is not None:
+            found["response_format"] = GenerateOptions(json_schema=schema)
         if self.structured_outputs is not None:
             found |= self.structured_outputs.constraints()
         return found | _all("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)

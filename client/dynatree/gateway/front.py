@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
 WATCHING = frozenset(("/health", "/metrics"))  # routes of monitoring: neither logged nor counted as running requests
+_SLASHES = re.compile("/{2,}")
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
@@ -68,7 +69,7 @@ class Front:
         shown = headers.get(REQUEST_ID, b"")
         name = shown if _REQUEST_ID.fullmatch(shown) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
-        scope["path"] = scope["path"].rstrip("/") or "/"
+        scope["path"] = _path(scope["path"])
         route = scope["path"] if scope["path"] in self._routes else "other"
         watches = route in WATCHING
         status, times = CLIENT_DISCONNECTED, Times()
@@ -101,3 +102,9 @@ class Front:
                 self._metrics.open.dec()
                 fields = {"request_id": name.decode(), "route": route, "status": status, "seconds": seconds}
                 log.info("request", extra={"fields": fields})
+
+
+def _path(path: str) -> str:
+    """Return a path without repeated and final slashes; slashes in a model's name stay."""
+    route, models, name = path.partition("/models/")
+    return f"{_SLASHES.sub('/', route + models)}{name}".rstrip("/") or "/"

@@ -6,7 +6,8 @@ request. So a field without effect is ignored, at every depth, whether this serv
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -19,6 +20,8 @@ LABELS = frozenset(
         *("cache_control", "prompt_cache_breakpoint", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "prediction", "include_obfuscation", "spaces_between_special_tokens"),
         *("parallel_tool_calls", "guided_decoding_backend"),
+        *("cache_prompt", "id_slot", "timings_per_token", "return_progress"),  # llama.cpp's
+        *("cache_salt", "keep_alive"),  # vLLM's and Ollama's
         *("parsed", "parsed_arguments"),  # OpenAI's client adds them to answers
     )
 )
@@ -36,10 +39,11 @@ _OWN: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "model": ("",),
     "n": (1,),
-    "n_predict": (-1,),
+    "n_predict": (),
     "prompt_logprobs": (),  # 0 asks for the prompt's own tokens
     "reasoning_effort": ("none", "medium"),  # OpenAI's default
     "repeat_penalty": (1,),
+    "seed": (-1,),  # random, as in vLLM and llama.cpp
     "skip_special_tokens": (True,),
     "stop": ("",),
     "think": (),
@@ -51,8 +55,13 @@ _OWN: dict[str, tuple[Any, ...]] = {
 
 
 class Body(BaseModel):
-    """An object of a request's body, which refuses an unknown field by its name unless the field has no effect."""
+    """An object of a request's body, which refuses an unknown field by its name unless the field has no effect.
 
+    Attributes:
+        no_effect: Further values without effect in this object's fields.
+    """
+
+    no_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -65,7 +74,8 @@ class Body(BaseModel):
         refused = False
         for name, value in body.items():
             known = name in fields
-            if (refused and not known) or has_no_effect(name, value, known):
+            no_effect = has_no_effect(name, value, known) or _is_one_of(value, cls.no_effect.get(name, ()))
+            if (refused and not known) or no_effect:
                 continue  # one refused field is enough: errors for a million fields would take seconds
             refused = refused or not known
             kept[name] = value
@@ -78,7 +88,8 @@ class Body(BaseModel):
         whole = handler.resolve_ref_schema(described)
         for name, field in whole["properties"].items():
             if name not in whole.get("required", ()):
-                whole["properties"][name] = {"anyOf": [field, {"enum": [None, *_OWN.get(name, ())]}]}
+                values = (None, *_OWN.get(name, ()), *cls.no_effect.get(name, ()))
+                whole["properties"][name] = {"anyOf": [field, {"enum": [*values]}]}
         return described
 
 

@@ -6,12 +6,14 @@ A request with any other field is refused with that field's name, unless the fie
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynatree.client import GenerateOptions, Message
 from dynatree.common.limits import MAX_STOP_TOKENS
+from dynatree.gateway.calls_or_json import calls_or_json_grammar
 from dynatree.gateway.errors import RequestFields, at_odds
 from dynatree.gateway.formats import Structured
 from dynatree.gateway.no_effect import Body
@@ -257,27 +259,44 @@ class ChatMessage(Body):
     """One message of a chat; a message of the assistant may lack content, and may have calls of functions.
 
     Attributes:
+        type: Changes nothing; some clients write it.
+        role: "developer" is another name of "system", since most chat templates know only that one.
+        reasoning_content: What the assistant thought before the content; `reasoning` is another name of it.
         tool_call_id: The id of the call that a message of the role "tool" answers.
     """
 
+    type: Literal["text", "message"] | None = None
     role: _Text
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of the role {self.role[:32]!r} needs content")
+        if self.thought and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role[:32]!r} cannot have reasoning")
+        if self.reasoning and self.thought != self.reasoning:
+            raise ValueError("reasoning_content and reasoning differ; expected one of them")
         return self
 
     @property
+    def thought(self) -> str:
+        """What the assistant thought before the content."""
+        return self.reasoning_content or self.reasoning or ""
+
+    @property
     def message(self) -> Message:
-        """The message for the client library, with the parts of its content joined."""
+        """The message for the client library, with the parts of its content joined behind its reasoning."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        message = Message(role=self.role, content=text)
+        if self.thought:
+            text = f"<think>\n{self.thought}\n</think>\n\n{text}"
+        message = Message(role="system" if self.role == "developer" else self.role, content=text)
         if self.name:
             message["name"] = self.name
         if self.tool_calls:
@@ -326,15 +345,17 @@ class ChatRequest(CompletionOptions, Template):
     Attributes:
         messages: The conversation so far; the target's chat template turns it into a prompt.
         add_special_tokens: Whether the tokenizer adds special tokens to the template's own; must be false.
-        max_tokens: The older name of `max_completion_tokens`. By default the answer ends with an end-of-sequence token
-            or at the context limit.
+        max_tokens: The older name of `max_completion_tokens`. By default, and with -1, the answer ends with an
+            end-of-sequence token or at the context limit.
         logprobs: Whether choices have log-probabilities.
         top_logprobs: Number of likeliest tokens to return at each position.
         tools: The functions that the answer may call.
         tool_choice: Whether it may ("auto", the default), must ("required") or must not ("none") call one, or the one
             that it must call.
-        parallel_tool_calls: Whether a required answer may have several calls; true by default.
+        parallel_tool_calls: Whether an answer that a grammar limits may have several calls; true by default.
     """
+
+    no_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_tokens": (-1,), "n_predict": (-1,)}
 
     messages: _Messages
     add_special_tokens: Literal[False] | None = None
@@ -350,7 +371,7 @@ class ChatRequest(CompletionOptions, Template):
     def _consistent(self) -> ChatRequest:
         if self.must_call and not self.callable:
             raise at_odds("tool_choice", "tool_choice asks for a call of a function that tools does not have")
-        if self.must_call and self.constraint:
+        if self.must_call and self.constraint and self.format_schema is None:
             raise at_odds(
                 "tool_choice",
                 f"tool_choice asks for a call, and {super().constraint_field} limits the answer; expected one of them",
@@ -374,6 +395,11 @@ class ChatRequest(CompletionOptions, Template):
     def must_call(self) -> bool:
         """Whether the answer must call a function."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def calls_or_format(self) -> bool:
+        """Whether the answer either calls functions or follows `response_format`."""
+        return self.format_schema is not None and not self.must_call and bool(self.callable)
 
     @property
     def callable(self) -> Tools:
@@ -405,7 +431,11 @@ class ChatRequest(CompletionOptions, Template):
         return False
 
     def options(self, tool_format: str = "") -> GenerateOptions:
-        """Return the client library's options for this request; `tool_format` is that of the service."""
+        """Return the client library's options for this request; `tool_format` is that of the service.
+
+        Raises:
+            ApiError: Calls in this format could not be told from JSON of `response_format`.
+        """
         options = GenerateOptions(
             **self.common_options(),
             tools=[each.described for each in self.tools or ()] if self.tool_choice != "none" else (),
@@ -415,10 +445,15 @@ class ChatRequest(CompletionOptions, Template):
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
+        several = not isinstance(self.tool_choice, NamedTool) and self.parallel_tool_calls is not False
+        several &= tool_format != "llama3"  # its templates refuse several calls in one message
         if self.must_call:
-            several = self.tool_choice == "required" and self.parallel_tool_calls is not False
-            several &= tool_format != "llama3"  # its templates refuse several calls in one message
+            options.pop("json_schema", None)  # of a format, which limits text alone
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)
+        elif self.calls_or_format:
+            options.pop("json_schema")
+            schema = self.format_schema or {}
+            options["grammar"] = calls_or_json_grammar(self.callable, schema, tool_format, several=several)
         return options
 
 

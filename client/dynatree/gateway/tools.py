@@ -23,8 +23,10 @@ MAX_CALLS = 128  # of a message
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"  # Hermes, Qwen and SmolLM write a call between them
 _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")  # Mistral and Llama 3 may write one before the calls
 # Keywords of JSON schemas: beside `properties`, they say more of the same object; the others' values are no schemas.
-_COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties", "minProperties"))
+COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties", "minProperties"))
 _DATA = frozenset(("const", "enum", "default", "examples"))
+# Of JSON in a Lark grammar, which would otherwise have any white space.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NOT_SPACE = re.compile(r"\S")
 _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
@@ -41,6 +43,7 @@ _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 class Function(Body):
     """A function that the model may call; `strict` changes nothing, since a forced call always follows the schema."""
 
+    type: Literal["function"] | None = None  # which some clients repeat here
     name: _Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -125,25 +128,25 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     """Return the Lark grammar of one call, or of `several`, of some functions in the format of a chat template.
 
     Qwen3-Coder's format writes a string and a number alike. Where a function's schema does not tell which is meant, the
-    call is JSON, as in Hermes's format.
+    call is JSON, as in Hermes's format. A call's JSON has the lexemes that `%json` would give it: other JSON may be an
+    alternative (calls_or_json.py).
     """
     key = "parameters" if tool_format == "llama3" else "arguments"
-    layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     rules = []
     for place, tool in enumerate(tools):
         # the parameters stay a separate schema, because their references count from their own root
         parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
         # errors name the title
-        notes = {"x-guidance": layout, "title": f"parameters of the function {tool.function.name}"}
+        notes = {"x-guidance": LAYOUT, "title": f"parameters of the function {tool.function.name}"}
         xml = tool_format == "qwen3_coder" and call_rules(f"call_{place}", tool.function.name, parameters, notes)
         if xml:
             rules += xml
             continue
-        opening, closing = f'{{"name": "{tool.function.name}", "{key}": ', "}"
+        opening, closing = ["{", '"name"', ": ", f'"{tool.function.name}"', ", ", f'"{key}"', ": "], "}"
         if tool_format == "mistral_named":
-            opening, closing = tool.function.name, ""
+            opening, closing = [tool.function.name], ""
         schema = json.dumps({**notes, **parameters, "title": notes["title"]})
-        rules.append(f'call_{place}: {json.dumps(opening)} arguments_{place} "{closing}"')
+        rules.append(f'call_{place}: {" ".join(map(json.dumps, opening))} arguments_{place} "{closing}"')
         rules.append(f"arguments_{place}: %json {schema}")
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     begin, end, between = {
@@ -168,7 +171,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
             return any(map(combines, value))
         if not isinstance(value, dict):
             return False
-        together = "allOf" in value or ("properties" in value and not _COMBINING.isdisjoint(value))
+        together = "allOf" in value or ("properties" in value and not COMBINING.isdisjoint(value))
         return together or any(map(combines, value.values()))
 
     def closed(value: Any) -> Any:
@@ -210,9 +213,10 @@ class CallReader:
 
     Args:
         functions: The schema of the parameters of each function, by name.
+        openings: Texts that calls begin with. If there are some, an answer that begins otherwise is content.
     """
 
-    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]], openings: Sequence[str] = ()) -> None:
         self._functions = functions
         self._names = names = functions.keys()
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
@@ -221,6 +225,8 @@ class CallReader:
         # As newer models of Mistral write it. The marks are special tokens, so the text may lack them, but not the id.
         self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
         self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
+        self._openings = openings
+        self._plain: bool | None = None if openings else False  # whether it is content; None: too early to tell
         self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
         self._pending = ""  # text that is neither told as content nor part of a complete call
         self._place = 0  # where the search for the end of an open call goes on in it
@@ -231,17 +237,31 @@ class CallReader:
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the next text of the content, and the calls that are complete."""
         self._pending += text
+        if self._plain is None:
+            self._plain = self._is_plain()
+        if self._plain is not False:
+            told = self._pending if self._plain else ""
+            self._pending = self._pending[len(told) :]
+            return told, []
         if self._whole is None:
             self._whole = self._may_be_calls()
         return self._parts(final=False) if self._whole is False else ("", [])
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
+        if self._plain is not False:
+            return self._pending, []
         if self._whole is not False:
             text = self._pending.strip()
             if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
                 return "", calls
         return self._parts(final=True)
+
+    def _is_plain(self) -> bool | None:
+        """Whether the answer is content, by its first characters; None if they are too few to tell."""
+        if any(map(self._pending.startswith, self._openings)):
+            return False
+        return None if any(opening.startswith(self._pending) for opening in self._openings) else True
 
     def _may_be_calls(self) -> bool | None:
         """Whether the whole answer may be calls, by its first characters; None if they are too few to tell."""

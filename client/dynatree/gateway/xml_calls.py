@@ -17,19 +17,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dynatree.gateway.schema_types import Schema, types, types_of
+
 BEGIN = "<function="
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\n")
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n(?:(.*?)\n)??</parameter>\n(?=<parameter=|</function>)", re.DOTALL)
 _FUNCTION_END = re.compile(r"</function>\s*")
 _PYTHON = {"True": True, "False": False, "None": None}
-_DEEPEST = 8  # schemas within schemas that are looked at for a value's type
 # Keywords of an object's schema, and of a text's, whose meaning the grammar keeps.
 _OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _OF_TEXT = {"type", "enum"}
 _NOTES = {"title", "description", "default", "examples", "$schema", "strict", "deprecated"}
 _DEFINITIONS = ("$defs", "definitions")
-
-Schema = Mapping[str, Any]
 
 
 def objects(text: str, functions: Mapping[str, Schema]) -> Iterator[Any]:
@@ -60,12 +59,12 @@ def objects(text: str, functions: Mapping[str, Schema]) -> Iterator[Any]:
 def _value(text: str, name: str, schema: Schema) -> Any:
     """Return a parameter's value: what the text spells if the schema allows a value of its type, else the text."""
     properties = schema.get("properties")
-    types = _types(properties.get(name), schema) if isinstance(properties, dict) else set()
+    allowed = types(properties.get(name), schema) if isinstance(properties, dict) else set()
     try:
         value = _PYTHON[text] if text in _PYTHON else json.loads(text, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, str) or (types and not types & _types_of(value)) else value
+    return text if isinstance(value, str) or (allowed and not allowed & types_of(value)) else value
 
 
 def finite(text: str) -> float:
@@ -78,40 +77,6 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} cannot be written as JSON")
     return value
-
-
-def _types_of(value: Any) -> set[str]:
-    """Return the types of JSON schemas that a value has."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if value == value // 1 else {"number"}
-    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {kinds[type(value)]}
-
-
-def _types(schema: Any, root: Schema, depth: int = 0) -> set[str]:
-    """Return the types that a schema allows; empty if it does not tell."""
-    if not isinstance(schema, dict) or depth > _DEEPEST:
-        return set()
-    if isinstance(schema.get("$ref"), str):
-        target: Any = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            target = target.get(part) if isinstance(target, dict) else None
-        return _types(target, root, depth + 1)
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return set().union(*map(_types_of, values))
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            each = [_types(alternative, root, depth + 1) for alternative in schema[key]]
-            return set().union(*each) if all(each) else set()
-    return set()
 
 
 def call_rules(rule: str, name: str, schema: Schema, notes: Schema) -> list[str] | None:
@@ -143,8 +108,8 @@ def call_rules(rule: str, name: str, schema: Schema, notes: Schema) -> list[str]
 def _value_rule(rule: str, schema: Any, root: Schema, notes: Schema) -> str | None:
     """Return the rule of a value and its end; None if its schema does not tell a text from other values."""
     end = "\n</parameter>\n"
-    types = _types(schema, root)
-    if types == {"string"}:
+    allowed = types(schema, root)
+    if allowed == {"string"}:
         if schema.keys() - _OF_TEXT - _NOTES:
             return None
         if "enum" not in schema:
@@ -153,7 +118,8 @@ def _value_rule(rule: str, schema: Any, root: Schema, notes: Schema) -> str | No
             return None
         return f"{rule}_value: " + " | ".join(json.dumps(f"{each}{end}", ensure_ascii=False) for each in schema["enum"])
     refers = re.findall(r'"\$ref": "([^"]*)"', json.dumps([schema, *(root.get(key) for key in _DEFINITIONS)]))
-    if not types or "string" in types or not all(each.startswith(("#/$defs/", "#/definitions/")) for each in refers):
+    local = all(each.startswith(("#/$defs/", "#/definitions/")) for each in refers)
+    if not allowed or "string" in allowed or not local:
         return None
     whole = {**notes, **{key: root[key] for key in _DEFINITIONS if key in root}, **schema}
     return f"{rule}_value: {rule}_json {json.dumps(end)}\n{rule}_json: %json {json.dumps(whole)}"
