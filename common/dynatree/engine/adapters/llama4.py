@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4TextDecoderLayer
 
@@ -33,23 +33,15 @@ class _Positions:
         return keys, values
 
 
-class _Layer(Llama4TextDecoderLayer):
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Return the layer's output, `[1, n, hidden_size]`."""
-        if past_key_values is None and position_ids is not None:
-            past_key_values = _Positions(position_ids)
-        return super().forward(hidden_states, attention_mask, position_ids, past_key_values, **options)
-
-
 def adapt(model: PreTrainedModel) -> None:
-    """Replace each layer of a model."""
+    """Tell each layer of a model where its tokens are."""
     for module in model.modules():
         if type(module) is Llama4TextDecoderLayer:
-            module.__class__ = _Layer
+            module.register_forward_pre_hook(_tell, with_kwargs=True)
+
+
+def _tell(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = options.get("position_ids")
+    if options.get("past_key_values") is None and positions is not None:
+        options = {**options, "past_key_values": _Positions(positions)}
+    return args, options

@@ -60,7 +60,7 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         return
     check_split(path.name, values)
     kind = values["tokenizer.ggml.pre"]
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     mended = Tokenizer.from_str(json.dumps(_with_own_tokens(json.loads(backend.to_str()), values)))
     if kind in _DIGITS:
         mended.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,14 +77,14 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         mended.normalizer = normalizers.NFC()
     if kind in _WHOLE:
         mended.model.ignore_merges = True
-    tokenizer._tokenizer = mended  # type: ignore[attr-defined]
+    tokenizer._tokenizer = mended
     for name, token in tokenizer.special_tokens_map.items():
         if isinstance(token, str) and mended.token_to_id(token) is None:
             setattr(tokenizer, name, None)
     if kind in _WHOLE and "tokenizer.ggml.add_bos_token" not in values and tokenizer.bos_token is not None:
-        tokenizer.add_bos_token = True  # type: ignore[attr-defined]
+        tokenizer.add_bos_token = True
     if tokenizer.bos_token is not None:
-        tokenizer.update_post_processor()  # type: ignore[attr-defined]
+        tokenizer.update_post_processor()
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> set[int]:
