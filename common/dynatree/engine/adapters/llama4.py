@@ -15,7 +15,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextDecoderLayer
 
 
 class _Positions:
-    """Stands for a KV cache that holds nothing, at a length of its own for each token.
+    """A KV cache that holds nothing. Its length differs by token, so that index plus length is the position.
 
     Args:
         positions: `[1, n]`.

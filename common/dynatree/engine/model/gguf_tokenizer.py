@@ -23,7 +23,7 @@ _GPT2 = frozenset({"gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS = frozenset({"command-r", "refact", "smollm", "starcoder"})  # each digit is apart, and the rest like GPT-2's
 _LIKE = {"stablelm2": "qwen2"}
 _COMPOSED = frozenset({"command-r", "qwen2", "qwen35"})  # whose texts are in Unicode's form NFC
-# Those that take a part whole if it is a token, and whose texts begin with a token unless the file denies that.
+# These take a part whole if it is a token. Their texts begin with the token bos unless the file denies it.
 _WHOLE = frozenset({"falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken"})
 _KNOWN = _GPT2 | _DIGITS | _LIKE.keys() | GGUF_PRE_TOKENIZER_SPLITS.keys()
 _BYTE_LEVEL = "gpt2"
