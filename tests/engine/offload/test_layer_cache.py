@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.offload import layer_cache, layer_file
-from tests.support.offloaded import HARMED, LAYERS, change, load, source_of
+from tests.support.offloaded import HARMED, LAYERS, change, llama_fixture, load, model_fixture, source_of  # noqa: F401  # fixtures
 from tests.support.processes import first_process
 
 

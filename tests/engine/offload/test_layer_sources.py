@@ -22,7 +22,12 @@ from dynatree.engine.offload import choice, disk_layers, layer_file, offloaded_m
 from dynatree.engine.offload.disk_layers import DiskLayers, OffloadError
 from dynatree.engine.offload.host_layers import HostLayers, _CudaOrder, blob_of
 from dynatree.engine.offload.layer_file import LayerFile, write_layer
-from tests.support.offloaded import HARMED, change, load
+from tests.support.offloaded import (
+    HARMED,
+    change,
+    llama_fixture,  # noqa: F401  # fixtures
+    load,
+)
 from tests.support.processes import service, wait_until
 
 

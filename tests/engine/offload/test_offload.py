@@ -35,7 +35,7 @@ from dynatree.engine.timing import measure_forwards
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import ARCHITECTURES, save_random_model
-from tests.support.offloaded import LAYERS, change, load, source_of
+from tests.support.offloaded import LAYERS, change, llama_fixture, load, model_fixture, source_of  # noqa: F401  # fixtures
 from tests.support.packed_checkpoints import save_packed
 
 

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.model.files import architecture_of, check_path, checkpoint_of
-from dynatree.engine.model.gguf_tokenizer import mend
 from dynatree.engine.settings import is_gguf
 
 # Architectures of GGUF files for which AutoTokenizer has no other class. It would read the file once more, for seconds,
@@ -65,6 +64,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
         if is_gguf(model):
+            from dynatree.engine.model.gguf_tokenizer import mend  # with transformers' reader, which imports torch
+
             mend(tokenizer, Path(model))
     except StartupError:
         raise
