@@ -194,7 +194,8 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             else:
                 weight += 0.1 * noise
-        for buffer in saved_buffers(model).values():  # by halves, which a layer's scale multiplies without rounding
-            if buffer.is_floating_point():
+        # by halves, which a layer's scale multiplies without rounding; MiniMax computes decays and slopes
+        for name, buffer in saved_buffers(model).items():
+            if buffer.is_floating_point() and not re.search("decay|slope", name):
                 buffer -= 0.5 * torch.randint(2, buffer.shape, generator=generator)
     return model
