@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.model.checkpoint import Checkpoint, saved_buffers
 from dynatree.engine.model.composite import KEY_MAPPING, text_config_of
 from dynatree.engine.model.skeleton import skeleton
 from tests.support.door import saved
@@ -23,7 +23,10 @@ CASES = sorted(set(FAMILIES) - NOT_TINY - NOT_SERVED)
 def test_a_filled_model_is_the_one_that_transformers_loads(tmp_path, family, dtype):
     """Its parameters and saved buffers have equal dtypes and bits; or the checkpoint is refused."""
     try:
-        folder = saved(tiny_model(tiny_config(family)), tmp_path / "model")
+        tiny = tiny_model(tiny_config(family))
+        for buffer in saved_buffers(tiny).values():  # which are neutral, as those of a trained model are not
+            buffer += torch.ones(()).to(buffer.dtype)
+        folder = saved(tiny, tmp_path / "model")
         config = text_config_of(AutoConfig.from_pretrained(folder))
         expected, found = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, key_mapping=KEY_MAPPING, output_loading_info=True

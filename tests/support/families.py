@@ -9,7 +9,6 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dynatree.engine.model.checkpoint import saved_buffers
 from dynatree.engine.model.composite import COMPOSITES, loader_of
 
 CONTEXT = 256
@@ -194,8 +193,4 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             else:
                 weight += 0.1 * noise
-        # by halves, which a layer's scale multiplies without rounding; MiniMax computes decays and slopes
-        for name, buffer in saved_buffers(model).items():
-            if buffer.is_floating_point() and not re.search("decay|slope", name):
-                buffer -= 0.5 * torch.randint(2, buffer.shape, generator=generator)
     return model
