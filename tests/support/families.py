@@ -45,6 +45,7 @@ _VALUES: dict[str, dict[str, object]] = {
     "laguna": _WINDOWS,
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
+    "llama4_text": {"num_experts_per_tok": 2},  # of two; in 16 bits a choice between them would have near-ties
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 16},
     "mellum": _WINDOWS,
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
@@ -145,7 +146,7 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         given[other].pop("layer_types", None)
     if "_vl_" in text.model_type:  # pairs of a head's dimensions that turn by time, height and width
         given[name]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    return CONFIG_MAPPING[family](**(given | {name: given[name] | changes}))
+    return CONFIG_MAPPING[family](**(given | {name: given[name] | _VALUES.get(text.model_type, {}) | changes}))
 
 
 def _fields(config: PretrainedConfig) -> dict[str, object]:
