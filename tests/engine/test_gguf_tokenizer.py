@@ -5,8 +5,10 @@ import json
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import LlamaTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.tokenization_utils_base import generate_merges
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
@@ -59,19 +61,23 @@ def original(kind):
 
 
 def written(path, tokenizer, kind, **values):
-    """Write a file of hardly any weights, as llama.cpp's converter writes the tokenizer."""
+    """Write a file of hardly any weights, as llama.cpp's converter writes a byte-level tokenizer."""
     content = json.loads(tokenizer.to_str())
     special = {each["content"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
     tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    values |= {
+        "tokenizer_model": "gpt2",
+        "token_list": [*tokens, MISTAKE],
+        "token_types": [*(special.get(token, 1) for token in tokens), 3],
+        "token_merges": [" ".join(each) for each in content["model"]["merges"]],
+    }
+    return saved(path, **values | ({"tokenizer_pre": kind} if kind else {}))
+
+
+def saved(path, **values):
     writer = gguf.GGUFWriter(str(path), "llama")
     for add in (writer.add_block_count, writer.add_embedding_length, writer.add_head_count):
         add(1)
-    writer.add_tokenizer_model("gpt2")
-    if kind:
-        writer.add_tokenizer_pre(kind)
-    writer.add_token_list([*tokens, MISTAKE])
-    writer.add_token_types([*(special.get(token, 1) for token in tokens), 3])
-    writer.add_token_merges([" ".join(each) for each in content["model"]["merges"]])
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(1, np.float32))
@@ -123,3 +129,40 @@ def test_the_end_of_a_turn_is_an_end_as_the_file_or_its_template_names_it(tmp_pa
     ):
         named = load_tokenizer(written(path, tokenizer, "gpt-2", eos_token_id=0, **values))
         assert end_tokens(named, path) == expected
+
+
+@pytest.mark.parametrize("prefix", [True, False, None])
+def test_a_sentencepiece_text_begins_with_a_space_unless_the_file_denies_it(tmp_path, prefix):
+    learned = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    named = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=named, show_progress=False)
+    learned.train_from_iterator(TEXTS, trainer)
+    vocabulary = learned.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    scores = [0.0 if token in named else -float(number) for number, token in enumerate(tokens)]
+    options = {} if prefix is None else {"add_space_prefix": prefix}
+    original = LlamaTokenizer(
+        vocab=vocabulary,
+        merges=generate_merges(vocabulary, dict(zip(tokens, scores, strict=True))),
+        add_prefix_space=prefix,
+    )
+    path = saved(
+        tmp_path / "model.gguf",
+        tokenizer_model="llama",
+        token_list=tokens,
+        token_scores=scores,
+        token_types=[2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        bos_token_id=1,
+        eos_token_id=2,
+        unk_token_id=0,
+        add_bos_token=False,
+        **options,
+    )
+    loaded = load_tokenizer(path)
+    for tokenizer in (loaded, tokenizer_of(files_of(loaded))):
+        for text in TEXTS:
+            ids = original(text, add_special_tokens=False)["input_ids"]
+            assert tokenizer(text)["input_ids"] == ids, text
+            assert tokenizer.decode(ids) == original.decode(ids), text
+    assert len(original("Once", add_special_tokens=False)["input_ids"]) > 1

@@ -353,6 +353,7 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, family):
             "expert_gating_func is 2, which is not read",
         ),
         ("qwen2moe", {"values": {"qwen2moe.expert_weights_scale": 2.5}}, "expert_weights_scale is 2.5, which is not"),
+        ("mixtral", {"values": {"llama.expert_weights_norm": False}}, "expert_weights_norm is False, expected True"),
         ("mixtral", {"values": {"llama.expert_group_count": 2}}, "expert_group_count is 2, which is not read"),
         (
             "gemma2",
@@ -439,6 +440,15 @@ def test_keys_that_change_nothing_are_accepted(tmp_path):
     path = tmp_path / "model.gguf"
     written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value for key, value in neutral.items()}, words=WORDS)
     assert config_of(str(path)).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("family", ["qwen2moe", "qwen3moe"])
+@pytest.mark.parametrize("norm", [None, True, False])
+def test_the_weights_of_experts_are_normalised_as_a_file_says_or_its_family_does(tmp_path, family, norm):
+    values = {} if norm is None else {f"{family}.expert_weights_norm": norm}
+    written_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family=family, values=values, words=WORDS)
+    expected = family == "qwen3moe" if norm is None else norm
+    assert config_of(str(tmp_path / "model.gguf")).norm_topk_prob is expected
 
 
 def test_a_file_without_a_size_is_refused(tmp_path):

@@ -85,7 +85,7 @@ def _check_keys(name: str, header: GGUFHeader, config: PretrainedConfig, read: s
     rope = getattr(config, "rope_parameters", None) or {}
     same = dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
     same["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    same["attention.causal"] = True
+    same |= {"attention.causal": True, "expert_weights_norm": getattr(config, "norm_topk_prob", True)}
     unread = {"rope.freq_base": rope.get("rope_theta", THETA), "attention.layer_norm_epsilon": _epsilon_of(config)}
     same |= {key: value for key, value in unread.items() if key not in read and value is not None}
     for full, value in header.values.items():

@@ -102,12 +102,12 @@ def _qwen3_moe(fields: Fields, values: Values) -> Fields:
     woken = values.needed("expert_used_count")
     width = values("expert_feed_forward_length") or fields["intermediate_size"] // max(woken, 1)
     experts = {"num_experts": values.needed("expert_count"), "num_experts_per_tok": woken}
-    return experts | {"moe_intermediate_size": width, "norm_topk_prob": True}
+    return experts | {"moe_intermediate_size": width, "norm_topk_prob": values("expert_weights_norm", True)}
 
 
 def _qwen2_moe(fields: Fields, values: Values) -> Fields:
     shared = values("expert_shared_feed_forward_length") or fields["intermediate_size"]
-    own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": values("expert_weights_norm", False)}
     return _qwen3_moe(fields, values) | own
 
 

@@ -2,7 +2,8 @@
 
 A byte-level tokenizer splits a text before BPE, as `tokenizer.ggml.pre` says. transformers splits like GPT-2 if it does
 not know that name, composes no characters, takes no token whole that BPE would not reach, and gives some control tokens
-ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`).
+ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`). A SentencePiece tokenizer begins a text with a
+space, also where a file denies it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.gguf import reader
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -26,7 +27,8 @@ _COMPOSED = frozenset({"command-r", "qwen2", "qwen35"})  # whose texts are in Un
 # These take a part whole if it is a token. Their texts begin with the token bos unless the file denies it.
 _WHOLE = frozenset({"falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken"})
 _KNOWN = _GPT2 | _DIGITS | _LIKE.keys() | GGUF_PRE_TOKENIZER_SPLITS.keys()
-_BYTE_LEVEL = "gpt2"
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 _TURNS = ("<end_of_turn>", "<|end|>", "<|eot_id|>", "<|im_end|>")  # which end an assistant's turn
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -56,11 +58,16 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         StartupError: The file's texts are split in a way that is not known.
     """
     values, _ = reader.read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
-    if values.get("tokenizer.ggml.model") != _BYTE_LEVEL:
+    backend: Any = tokenizer.backend_tokenizer
+    model = values.get("tokenizer.ggml.model")
+    if model == _SENTENCEPIECE and values.get("tokenizer.ggml.add_space_prefix") is False:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+        backend.pre_tokenizer = None
+        backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    if model != _BYTE_LEVEL:
         return
     check_split(path.name, values)
     kind = values["tokenizer.ggml.pre"]
-    backend: Any = tokenizer.backend_tokenizer
     mended = Tokenizer.from_str(json.dumps(_with_own_tokens(json.loads(backend.to_str()), values)))
     if kind in _DIGITS:
         mended.pre_tokenizer = pre_tokenizers.Sequence(
