@@ -1,13 +1,10 @@
 """Models from GGUF files: the weights and tokens are those that were written, and that transformers reads."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Starcoder2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynatree import embedded
 from dynatree.common.errors import StartupError
@@ -18,7 +15,6 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.locality import Locality
 from dynatree.engine.loading import load_engine
-from dynatree.engine.model import gguf_config
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.model.tokenizer import load_tokenizer
@@ -395,23 +391,6 @@ def test_a_key_that_changes_the_model_and_is_not_read_is_refused(tmp_path, key, 
         config_of(str(path))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("rope.freq_base", 999999.0, 10000.0),
-        ("rope.freq_base", 10000.0, None),
-        ("attention.layer_norm_epsilon", 1e-6, 1e-5),
-        ("attention.layer_norm_epsilon", float(np.float32(1e-5)), None),
-    ],
-)
-def test_a_number_that_transformers_does_not_map_is_compared_with_its_default(key, value, expected):
-    """StarCoder2's files have such numbers, and its tensors no place for them."""
-    values = {"general.architecture": "starcoder2", f"starcoder2.{key}": value}
-    header = SimpleNamespace(values=values, tensors=[])
-    with nullcontext() if expected is None else pytest.raises(StartupError, match=f"{key} is .*, expected {expected}"):
-        gguf_config._check_keys("model.gguf", header, Starcoder2Config(rope_theta=10000.0), set())
-
-
 @compiled
 @pytest.mark.parametrize("kinds", [("F16",), ("Q4_1", "Q8_0"), ("Q6_K", "F32")])
 def test_a_draft_is_rounded_as_it_is_loaded(tmp_path, monkeypatch, kinds):
@@ -440,15 +419,6 @@ def test_keys_that_change_nothing_are_accepted(tmp_path):
     path = tmp_path / "model.gguf"
     written_gguf(path, ("Q8_0",), seed=1, values={f"llama.{key}": value for key, value in neutral.items()}, words=WORDS)
     assert config_of(str(path)).num_hidden_layers == 3
-
-
-@pytest.mark.parametrize("family", ["qwen2moe", "qwen3moe"])
-@pytest.mark.parametrize("norm", [None, True, False])
-def test_the_weights_of_experts_are_normalised_as_a_file_says_or_its_family_does(tmp_path, family, norm):
-    values = {} if norm is None else {f"{family}.expert_weights_norm": norm}
-    written_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family=family, values=values, words=WORDS)
-    expected = family == "qwen3moe" if norm is None else norm
-    assert config_of(str(tmp_path / "model.gguf")).norm_topk_prob is expected
 
 
 def test_a_file_without_a_size_is_refused(tmp_path):

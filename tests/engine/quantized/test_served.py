@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dynatree.common.errors import StartupError
@@ -122,6 +123,15 @@ def rotated(folder):
     return path, {}
 
 
+def scaled_activations(folder):
+    """AWQ's, which it has where a layer follows an activation function, as in StarCoder2."""
+    path, _ = save_packed(folder, "awq", 4)
+    state = load_file(path / "model.safetensors")
+    state["model.layers.1.mlp.act_fn.scales"] = torch.ones(64)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return path, {}
+
+
 def packed_experts(folder):
     path = packed(folder)
     whole = save_random_model(folder / "mixture", "qwen3_moe", seed=1)
@@ -159,6 +169,7 @@ def a_longer_context(folder):
         (three_bits, "its weights have 3 bits, expected 4 or 8"),
         (other_method, "version gemv, expected 4 and gemm"),
         (groups_out_of_order, "its groups of inputs are not in order"),
+        (scaled_activations, r"its checkpoint has model\.layers\.1\.mlp\.act_fn\.scales, but no codes of"),
         (rotated, r"its compressed-tensors expect rotated activations \(transform_config\)"),
         (packed_experts, "experts in gptq weights are not served"),
         (rounded_twice, "has gptq weights, which cannot be rounded again to int8"),

@@ -76,6 +76,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
     def fill(self, module: nn.Module, prefix: str = "") -> None:
         """See `WeightFiles.fill`."""
         buffers = {name: each for name, each in self._buffers.items() if name.startswith(prefix)}

@@ -50,10 +50,12 @@ def _none(fields: Fields, values: Values) -> Fields:
 
 
 def _phi3(fields: Fields, values: Values) -> Fields:
+    """Files from before August 2024 do not name the window, which models with a context of 4,096 tokens have."""
     rotated = values("rope.dimension_count", fields["head_dim"])
+    window = values("attention.sliding_window", 2047 if fields["max_position_embeddings"] == 4096 else 0)
     return {
         "rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": rotated / fields["head_dim"]},
-        "sliding_window": values("attention.sliding_window") or None,
+        "sliding_window": window or None,
         "original_max_position_embeddings": values(
             "rope.scaling.original_context_length", fields["max_position_embeddings"]
         ),

@@ -2,8 +2,8 @@
 
 A byte-level tokenizer splits a text before BPE, as `tokenizer.ggml.pre` says. transformers splits like GPT-2 if it does
 not know that name, composes no characters, takes no token whole that BPE would not reach, and gives some control tokens
-ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`). A SentencePiece tokenizer begins a text with a
-space, also where a file denies it.
+ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`). A SentencePiece tokenizer merges by the lengths
+of pieces where a file has no scores, and begins a text with a space also where a file denies it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.gguf import reader
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.tokenization_utils_base import generate_merges
 
 from dynatree.common.errors import StartupError
 
 _GPT2 = frozenset({"gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS = frozenset({"command-r", "refact", "smollm", "starcoder"})  # each digit is apart, and the rest like GPT-2's
 _LIKE = {"stablelm2": "qwen2"}
-_COMPOSED = frozenset({"command-r", "qwen2", "qwen35"})  # whose texts are in Unicode's form NFC
+_COMPOSED = frozenset({"command-r", "deepseek-r1-qwen", "qwen2", "qwen35"})  # whose texts are in Unicode's form NFC
 # These take a part whole if it is a token. Their texts begin with the token bos unless the file denies it.
 _WHOLE = frozenset({"falcon-h1", "falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken"})
 _KNOWN = _GPT2 | _DIGITS | _LIKE.keys() | GGUF_PRE_TOKENIZER_SPLITS.keys()
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
-_TURNS = ("<end_of_turn>", "<|end|>", "<|eot_id|>", "<|im_end|>")  # which end an assistant's turn
-_CONTROL, _USER_DEFINED = 3, 4
+_TURNS = ("<end_of_turn>", "<|end|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")  # which end an assistant's turn
+_TEXTS = ("<|end_of_text|>", "<|endoftext|>")
+_PHI3_UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # behind which white space counts
+_USUAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def check_split(name: str, values: Mapping[str, Any]) -> None:
@@ -58,17 +61,46 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         StartupError: The file's texts are split in a way that is not known.
     """
     values, _ = reader.read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
-    backend: Any = tokenizer.backend_tokenizer
     model = values.get("tokenizer.ggml.model")
-    if model == _SENTENCEPIECE and values.get("tokenizer.ggml.add_space_prefix") is False:
-        backend.normalizer = normalizers.Replace(" ", _SPACE)
-        backend.pre_tokenizer = None
-        backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    if model != _BYTE_LEVEL:
-        return
-    check_split(path.name, values)
+    if model == _SENTENCEPIECE:
+        _mend_sentencepiece(tokenizer, path.name, values)
+    elif model == _BYTE_LEVEL:
+        check_split(path.name, values)
+        _mend_byte_level(tokenizer, values)
+
+
+def _mend_sentencepiece(tokenizer: Any, name: str, values: dict[str, Any]) -> None:
+    """Mend the order of merges, the first space, and the white space behind Phi-3's control tokens.
+
+    A piece's score is its rank. Where llama.cpp's converter had no scores, all are equal, and the ids are the ranks.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    architecture: str = values["general.architecture"]
+    kinds = values.get("tokenizer.ggml.token_type") or []
+    usual = {
+        each for each, kind in zip(values.get("tokenizer.ggml.scores") or [], kinds, strict=False) if kind == _USUAL
+    }
+    if not architecture.startswith("gemma") and "tokenizer.ggml.merges" not in values:
+        if any(score % 1 for score in usual):
+            raise StartupError(f"model {name} cannot be served: its tokenizer is a unigram model of SentencePiece")
+        if len(usual) == 1:
+            vocabulary = content["model"]["vocab"]
+            merges = generate_merges(vocabulary, {token: -number for token, number in vocabulary.items()})
+            content["model"]["merges"] = [list(pair) for pair in merges]
+    if architecture == "phi3":
+        for token in content["added_tokens"]:
+            token["rstrip"] = token["content"] not in _PHI3_UNSTRIPPED
+    mended = Tokenizer.from_str(json.dumps(content))
+    if values.get("tokenizer.ggml.add_space_prefix") is False:
+        mended.normalizer = normalizers.Replace(" ", _SPACE)
+        mended.pre_tokenizer = None
+        mended.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer._tokenizer = mended
+
+
+def _mend_byte_level(tokenizer: Any, values: dict[str, Any]) -> None:
     kind = values["tokenizer.ggml.pre"]
-    mended = Tokenizer.from_str(json.dumps(_with_own_tokens(json.loads(backend.to_str()), values)))
+    mended = Tokenizer.from_str(json.dumps(_with_own_tokens(json.loads(tokenizer.backend_tokenizer.to_str()), values)))
     if kind in _DIGITS:
         mended.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -95,17 +127,17 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> set[int]:
-    """Return the tokens that end a turn besides `tokenizer.ggml.eos_token_id`.
+    """Return the tokens that end a completion besides `tokenizer.ggml.eos_token_id`.
 
-    A file names them, or its chat template ends turns with them. The generation_config of a folder has them too.
+    A file names them, its chat template ends turns with them, or they end texts by their names, as in llama.cpp. The
+    generation_config of a folder has them too.
     """
     values, _ = reader.read_gguf_metadata(str(path))
     named = {values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
-    return {each for each in named if isinstance(each, int)} | {
-        added[token] for token in _TURNS if token in template and token in added
-    }
+    ends = {*_TEXTS, *(token for token in _TURNS if token in template)}
+    return {each for each in named if isinstance(each, int)} | {added[token] for token in ends if token in added}
 
 
 def _with_own_tokens(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -117,13 +149,17 @@ def _with_own_tokens(content: dict[str, Any], values: dict[str, Any]) -> dict[st
     kinds: list[int] = values.get("tokenizer.ggml.token_type") or []
     vocabulary: dict[str, int] = content["model"]["vocab"]
     names = {number: token for token, number in vocabulary.items()}
+    ids = {token: number for number, token in enumerate(tokens)}
     added = {each["id"]: each for each in content["added_tokens"] if each["id"] < len(tokens)}
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        bracketed = token.startswith("<") and token.endswith(">")
-        if number in added or kind not in (_CONTROL, _USER_DEFINED) or not (bracketed or names.get(number) == token):
+        own = (token.startswith("<") and token.endswith(">")) or kind == _USER_DEFINED or names.get(number) == token
+        if number in added or kind not in (_CONTROL, _USER_DEFINED) or not own:
             continue
         if names.get(number) != token:
-            vocabulary.pop(names[number], None)
+            spelt = names.get(number, token)
+            vocabulary.pop(spelt, None)
+            if spelt in ids:  # a usual token, whose id the other one has taken
+                vocabulary[spelt] = ids[spelt]
             vocabulary[token] = number
         whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added[number] = {"id": number, "content": token, **whole, "special": kind == _CONTROL}

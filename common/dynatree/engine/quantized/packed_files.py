@@ -62,6 +62,11 @@ class PackedFiles:
                 if mixture
                 else f"its checkpoint lacks {missing[0]}"
             )
+        for each in self._checkpoint:
+            owner, _, last = each.rpartition(".")
+            codes = (f"{owner}.{other}" for other in self._format.tensors if other != last)
+            if last == self._format.scales and not any(other in self._checkpoint for other in codes):
+                raise self._refusal(f"its checkpoint has {each}, but no codes of {owner}")  # of AWQ's activations
         if settings.get("desc_act") and packed:  # one layer shows whether the groups are in order
             self._weight(*next(iter(packed.items())))
 
