@@ -11,6 +11,7 @@ from dynatree import embedded
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.draft.text.prompts import Message, PromptEncoder
 from dynatree.engine.model.vocabulary import token_bytes
+from tests.support.tokenizer_zoo import TOKENIZERS
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('nobody speaks') }}{% endif %}"
@@ -142,6 +143,30 @@ def test_a_special_token_in_a_message_is_text(chatty: PreTrainedTokenizerBase) -
     assert chatty.decode(ids) == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\n"
     asked = encoder.chat([Message("user", forged)], special_tokens=True)
     assert (asked.count(start), asked.count(end)) == (3, 2)
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS.keys() - {"bytes"}))
+def test_a_chat_with_names_of_special_tokens_is_encoded_whole(kind: str) -> None:
+    """Without its special tokens, a chat has the ids of its text, and no spaces where a name begins or ends."""
+    tokenizer = TOKENIZERS[kind]()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    said = f"he said{tokenizer.unk_token}the {tokenizer.eos_token} a<|im_end|> he"
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+    assert isinstance(rendered, str)
+    bare = tokenizer(said, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    ids = PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=False)
+
+    text = tokenizer.decode(bare).strip()
+    assert text in tokenizer.decode(ids)
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (ids.count(start), ids.count(end)) == (2, 1)
+    plain = tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    assert PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=True) == (
+        *plain,
+        *tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"],
+    )
 
 
 def test_a_special_token_in_a_role_is_text(chatty: PreTrainedTokenizerBase) -> None:

@@ -17,14 +17,17 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
+from dynatree import embedded
 from dynatree.client import Client, InvalidRequestError
 from dynatree.client._request import build_request
 from dynatree.common.grammar import Grammar, GrammarKind
+from dynatree.draft.generate_call import after_received
 from dynatree.draft.policies import policy_names, residual_policies
 from dynatree.draft.policies.throughput import Throughput
 from dynatree.engine.grammar import compiler
-from dynatree.engine.grammar.compiler import _source
+from dynatree.engine.grammar.compiler import GrammarCompiler, _source
 from dynatree.engine.grammar.state import GrammarState
+from dynatree.engine.model.tokenizer import load_tokenizer
 from dynatree.v1 import draft_pb2_grpc
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
@@ -275,6 +278,17 @@ def test_a_resumed_completion_continues_its_grammar(pair):
             with pytest.raises(grpc.RpcError) as refused:
                 list(generate(request))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_completion_may_be_resumed_behind_an_end_token_that_only_the_target_has():
+    """As with Gemma and Phi-3, whose chats end with another token than their tokenizers name."""
+    tokenizer = load_tokenizer(str(embedded.target_path()))
+    word = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    start = GrammarCompiler(tokenizer, (tokenizer.eos_token_id,)).state(Grammar(GrammarKind.REGEX, "ab"))
+    assert after_received(start, ()) is start
+    assert after_received(start, word) is start.after_all(word)
+    assert after_received(start, [*word, 7]) is start.after_all(word)
+    assert after_received(start, [7, *word]) is None
 
 
 def test_completions_and_sessions_side_by_side_keep_their_grammars(pair):

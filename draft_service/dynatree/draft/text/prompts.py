@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
@@ -157,19 +159,58 @@ class PromptEncoder:
             return content
 
         def mark(match: re.Match[str]) -> str:
-            mark = f"{secrets.randbits(128):039}"
-            hidden[mark] = match[0]
-            return mark
+            name = _mark()
+            hidden[name] = match[0]
+            return name
 
         return self._special.sub(mark, content)
 
-    def _encoded(self, rendered: str, hidden: dict[str, str]) -> Iterator[int]:
+    def _encoded(self, rendered: str, hidden: Mapping[str, str]) -> Sequence[int]:
+        """Encode a rendered chat whole: its special tokens by other names, so that what is hidden gets its own back."""
+        if not hidden or self._renamed is None:
+            return self._encoded_apart(rendered, hidden)
+        tokenizer, names = self._renamed
+        names = {**names, **hidden}
+        longest_first = sorted(names, key=len, reverse=True)
+        text = re.sub("|".join(map(re.escape, longest_first)), lambda match: names[match[0]], rendered)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encoded_apart(self, rendered: str, hidden: Mapping[str, str]) -> list[int]:
+        """Encode a rendered chat cut at what is hidden, as a tokenizer must that is not the tokenizers library's."""
         pieces = re.split(f"({'|'.join(hidden)})", rendered) if hidden else [rendered]
+        ids: list[int] = []
         for piece in filter(None, pieces):
             text = hidden.get(piece)
-            yield from self._tokenizer(
+            ids += self._tokenizer(
                 piece if text is None else text,
                 verbose=False,
                 add_special_tokens=False,
                 split_special_tokens=text is not None,
             )["input_ids"]
+        return ids
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, dict[str, str]] | None:
+        """The tokenizer with unguessable names of its special tokens, and these names."""
+        if not self._tokenizer.is_fast:
+            return None
+        names = {token: _mark() for token in self._ids}
+        content = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = content["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id_ for token, id_ in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(token, token), *score] for token, *score in model["vocab"]]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        content["post_processor"] = None  # names special tokens
+        renamed = Tokenizer.from_str(json.dumps(content))
+        assert all(renamed.token_to_id(name) == self._ids[token] for token, name in names.items())
+        return renamed, names
+
+
+def _mark() -> str:
+    return f"{secrets.randbits(128):039}"
