@@ -189,22 +189,53 @@ def test_a_template_without_functions_gets_them_as_text(loaded: Any) -> None:
     tools = described("☂")
     told = decoded(loaded, chat("☂"), tools)
 
-    begin, _, rest = told.partition("<|im_end|>")
-    assert begin.startswith("<|im_start|>system\nYou may call functions.")
-    assert json.dumps(json.loads(tools)[0], ensure_ascii=False) in begin
+    before = "<|im_start|>system\nYou are a helpful AI assistant<|im_end|>\n<|im_start|>user\n"
+    instructions, _, rest = told.removeprefix(before).partition("\n\n")
+    assert instructions.startswith("You may call functions.")
+    assert json.dumps(json.loads(tools)[0], ensure_ascii=False) in instructions
     assert rest == (
-        "\n<|im_start|>user\nSun? ☂<|im_end|>\n"
+        "Sun? ☂<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city ☂": "☂"}}\n</tool_call>'
         "<|im_end|>\n"
-        '<|im_start|>user\n<tool_response>\n{"sun": "☂"}\n</tool_response><|im_end|>\n'
-        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+        '<|im_start|>user\n<tool_response>\n{"sun": "☂"}\n</tool_response>\nSo?<|im_end|>\n<|im_start|>assistant\n'
     )
     briefly = decoded(loaded, [Message("system", "Be brief."), *chat("☂")], tools)
-    assert briefly == told.replace("You may", "Be brief.\n\nYou may", 1)
-    without = decoded(loaded, chat("☂"), "")  # the calls of earlier turns are still shown
-    assert without == "<|im_start|>system\nYou are a helpful AI assistant<|im_end|>" + rest
+    assert briefly == f"<|im_start|>system\nBe brief.\n\n{instructions}<|im_end|>\n<|im_start|>user\n{rest}"
+    assert decoded(loaded, chat("☂"), "") == before + rest  # the calls of earlier turns are still shown
     spoken = Message("assistant", "Well.", "", json.dumps([{"function": {"name": "f", "arguments": {}}}]))
-    assert 'Well.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><' in decoded(loaded, [spoken], tools)
+    shown = 'Well.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><'
+    assert f"user\n{instructions}<|im_end|>\n<|im_start|>assistant\n{shown}" in decoded(loaded, [spoken], tools)
+
+
+# As Gemma 2's and 3's, and Mistral's first.
+STRICT = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{{- message.role + ': ' + message.content | trim + '\\n' }}{% endfor %}"""
+
+
+def test_a_template_without_functions_may_refuse_messages_of_the_system(loaded: Any) -> None:
+    loaded.chat_template = STRICT
+    told = decoded(loaded, chat("☂")[:1], described("☂"))
+    assert told.startswith("user: You may call functions.")
+    assert told.endswith("</tool_call>\n\nSun? ☂\n")
+
+
+def test_a_template_without_functions_may_refuse_two_users_in_a_row(loaded: Any) -> None:
+    loaded.chat_template = STRICT
+    call = json.loads(chat("☂")[1].tool_calls)[0]
+    both = Message("assistant", "", "", json.dumps([call, call]))
+    asked, _, *ends = chat("☂")
+    results = [asked, both, Message("tool", "1"), Message("tool", "2")]
+    responses = "".join(f"<tool_response>\n{each}\n</tool_response>\n" for each in "12")
+
+    for tools in ("", described("☂")):
+        assert decoded(loaded, results, tools).endswith(f"</tool_call>\nuser: {responses}")
+        assert decoded(loaded, [*results, ends[-1]], tools).endswith(f"</tool_call>\nuser: {responses}So?\n")
+        rounds = [*results, both, Message("tool", "1"), Message("tool", "2"), Message("assistant", "It is.")]
+        assert decoded(loaded, rounds, tools).count(responses) == 2
+    with pytest.raises(InvalidArgumentError, match="must alternate"):  # as without functions
+        decoded(loaded, [asked, asked], described("☂"))
 
 
 @pytest.mark.parametrize("arguments", ["not JSON", [1], None])

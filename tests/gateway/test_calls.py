@@ -30,8 +30,8 @@ NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
 
 
-def read(pieces: Sequence[str], functions: Any = None, openings: Sequence[str] = ()) -> Read:
-    reader = CallReader(functions or NAMES, openings)
+def read(pieces: Sequence[str], functions: Any = None, openings: Sequence[str] = (), *, several: bool = True) -> Read:
+    reader = CallReader(functions or NAMES, openings, several=several)
     parts = [*map(reader.push, pieces), reader.end()]
     calls = [call for _, found in parts for call in found]
     assert reader.calls == len(calls)
@@ -400,6 +400,24 @@ def test_arguments_are_text_that_can_be_sent() -> None:
     [found] = reader.end()[1]
     assert found.arguments.encode()
     assert json.loads(found.arguments) == {"a": "\ud800", "ł": "ł"}
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"{tagged(F)}\n{tagged(G)}", ""),
+        (f"So:\n{tagged(F)}\nand\n{tagged(G)}\nDone.", "So:andDone."),
+        (tagged(f"[{F}, {G}]"), ""),
+        (f"{F}; {G}", ""),
+        (f"[TOOL_CALLS] [{F}, {G}]", ""),
+        ('weather{"city": "Łódź"}add{"a": 1}', ""),
+        (tagged(F), ""),
+        ("No call.", "No call."),
+    ],
+)
+def test_calls_behind_the_only_one_are_dropped(text: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(pieces, several=False) == (content, BOTH[: int("{" in text)])
 
 
 def test_nesting_without_end_is_content() -> None:

@@ -199,6 +199,31 @@ def test_a_stream_echoes_once_and_tells_log_probs_as_they_come(client: openai.Op
     assert "".join(chunk.text for chunk in chunks) == whole.text
 
 
+def test_a_prompt_that_is_scored_alone_ends_by_its_length(client: openai.OpenAI, model: str) -> None:
+    """The token that is generated and left out may be one at which a completion stops."""
+    options: dict[str, Any] = {"model": model, "prompt": PROMPT, "temperature": 0, "extra_body": OWN}
+    [token] = ids_of(client.completions.create(**options, max_tokens=1).choices[0])
+    options |= {"max_tokens": 0, "echo": True, "extra_body": OWN | {"stop_token_ids": [token]}}
+    for stream in (False, True):
+        [(text, _, reason)] = completed(client, stream, **options).values()
+        assert (text, reason) == (PROMPT, "length")
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0}, {"guided_regex": ""}])
+def test_a_stream_tells_each_prompts_tokens_once(gateway: Gateway, more: dict[str, Any]) -> None:
+    prompts = [[279, 318, 257, 11], [11, 257]]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 3, "stream": True, **OWN, **more}
+    text = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60).text
+
+    told: dict[int, list[Any]] = {}
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            told.setdefault(choice["index"], []).append(choice.get("prompt_token_ids"))
+    assert [told[index][0] for index in range(4)] == [prompts[0], None, prompts[1], None]
+    assert {str(later) for each in told.values() for later in each[1:]} == {"None"}
+
+
 def test_usage_tells_what_speculation_was_worth(client: openai.OpenAI, grpc_client: Client, model: str) -> None:
     options: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
     usage = client.completions.create(**options).usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_the_last_message_may_go_on(chatty: Chatty, stream: bool) -> None:
             create(**options, extra_body=dict.fromkeys(fields, both))
 
 
+def test_no_line_of_an_event_ends_within_a_text(chatty: Chatty) -> None:
+    """Python's `splitlines`, as httpx uses it, splits at more characters than the events' own lines end with."""
+    text = "a\u2028b\u2029c\x85d\x0b\x0ce"
+    body = {"messages": CHAT, "guided_choice": [text], "stream": True}
+    answer = requests.post(f"{chatty.url}/v1/chat/completions", json=body, timeout=60)
+    *events, last = [line.removeprefix("data: ") for line in answer.content.decode().splitlines() if line]
+    assert last == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events) == text
+
+
 # Tokens
 
 
@@ -167,6 +178,14 @@ def test_prompts_are_counted_as_they_are_completed(chatty: Chatty) -> None:
     assert going_on["count"] < usage.prompt_tokens
     assert chatty.grpc.tokenize(CHAT).token_ids == tuple(tokenized(messages=CHAT)["tokens"])
     assert chatty.grpc.detokenize(going_on["tokens"]).endswith("are you?")
+
+
+def test_a_streamed_chat_tells_its_prompts_tokens_first(chatty: Chatty) -> None:
+    options: dict[str, Any] = {"model": "target", "messages": CHAT, "max_tokens": 3, "n": 2}
+    chunks = chatty.openai.chat.completions.create(**options, stream=True, extra_body={"return_token_ids": True})
+    first, *others = [(chunk.choices[0].model_extra or {}).get("prompt_token_ids") for chunk in chunks]
+    assert tuple(first or ()) == chatty.grpc.tokenize(CHAT).token_ids
+    assert set(others) == {None}
 
 
 def test_a_chats_template_may_have_variables(chatty: Chatty) -> None:
@@ -233,6 +252,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "It was"},
     "chat/completions": {"messages": [{"role": "user", "content": "It was"}, {"role": "assistant", "content": "Who?"}]},
 }
+NO_REASONING = ("reasoning_effort", "none")  # which a template may only have as a variable
 TYPED = {"type": "text"}  # lm-eval writes it in each message
 # Values without effect that the types do not give: numbers, labels, and fields of other servers.
 MORE: dict[str, tuple[Any, ...]] = {
@@ -292,7 +312,7 @@ def fields_of_no_effect(route: str) -> list[tuple[str, Any]]:
     ours = [(name, None) for name in (CompletionRequest if "chat" not in route else ChatRequest).model_fields]
     more = [(name, value) for name, values in MORE.items() for value in values]
     found = [*by_type, *((name, value) for name, value in ours if name not in SET), *more]
-    return [each for _, each in sorted({repr(each): each for each in found}.items())]
+    return [each for _, each in sorted({repr(each): each for each in found if each != NO_REASONING}.items())]
 
 
 def messages_of_no_effect() -> list[dict[str, Any]]:

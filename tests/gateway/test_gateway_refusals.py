@@ -143,6 +143,15 @@ CHATS_REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
     "a tool of another type": ([USER], {"tools": [{"type": "web_search"}]}, "tools.0.type", "is not supported"),
     "a tool's name": ([USER], {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name", ""),
     "an effort": ([USER], {"reasoning_effort": "high"}, "reasoning_effort", "is not supported"),
+    **{
+        f"reasoning by {name} {value!r}": ([USER], {name: value}, name, "expected the chat template's own variable")
+        for name, value in [
+            *(("reasoning_effort", "none"), ("thinking_budget", 0), ("reasoning_budget", 0), ("reasoning_budget", -1)),
+            *(("thinking_token_budget", 0), ("thinking_budget_tokens", 0), ("thinking", False), ("reasoning", False)),
+        ]
+    },
+    "a first token": ([USER], {"add_bos_token": False}, "add_bos_token", "is not supported"),
+    "no sampling": ([USER], {"do_sample": False}, "do_sample", "is not supported"),
     "a sound": ([USER], {"modalities": ["text", "audio"]}, "modalities", "is not supported"),
     "the prompt's log-probabilities": ([USER], {"prompt_logprobs": 0}, "prompt_logprobs", "is not supported"),
     "special tokens": ([USER], {"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),

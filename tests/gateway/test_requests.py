@@ -55,6 +55,23 @@ def test_what_the_assistant_thought_stands_before_its_content(
     assert read == {"role": "assistant", "content": before + (content or "")}
 
 
+@pytest.mark.parametrize(
+    ("fields", "tool_format", "several"),
+    [
+        ({}, "hermes", True),
+        ({"parallel_tool_calls": True}, "mistral", True),
+        ({"parallel_tool_calls": False}, "hermes", False),
+        ({"parallel_tool_calls": True}, "llama3", False),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "hermes", False),
+    ],
+)
+def test_several_calls_are_the_requests_and_the_templates_choice(
+    fields: dict[str, Any], tool_format: str, several: bool
+) -> None:
+    body = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}], **fields}
+    assert ChatRequest.model_validate(body).several_calls(tool_format) == several
+
+
 def test_a_functions_type_says_nothing() -> None:
     function = {"name": "f", "description": "a"}
     [plain, typed] = [

@@ -316,6 +316,23 @@ def test_a_free_answer_may_be_limited_and_calls_are_found_in_it(served: Served) 
     assert (content, names) == ("So:", ["add"])
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_free_answer_has_several_calls_only_where_they_may_be_parallel(served: Served, parallel: bool) -> None:
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"terms": [{each}]}}}}\n</tool_call>' for each in (1, 2.5)]
+    expected = [("add", {"terms": [1]}), ("add", {"terms": [2.5]})][: 1 + parallel]
+    options: Any = {
+        "tools": TOOLS,
+        "parallel_tool_calls": parallel,
+        "extra_body": {"guided_choice": ["\n".join(calls)]},
+    }
+    [whole] = served.chat(**options).choices
+    chunks = [chunk.choices[0] for chunk in served.chat(**options, stream=True)]
+    assert calls_of(whole.message) == [call for chunk in chunks for call in calls_of(chunk.delta)] == expected
+    assert not whole.message.content
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
+
+
 def test_results_are_sent_back_and_further_calls_made(served: Served) -> None:
     """Each answer goes back unchanged: as OpenAI's object, as its dumps, and as its streamed twin."""
     messages: list[Any] = [*CHAT]

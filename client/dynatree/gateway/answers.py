@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dynatree.client import Chunk, Completion, FinishReason
@@ -113,8 +113,7 @@ class TextAnswer(_Named):
 class ChatAnswer(_Named):
     """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
 
-    `functions` has the schema of the parameters of each function that the answer may call, by name, and `openings` the
-    texts that calls begin with where other text can be none (`call_openings`).
+    `reader` makes a reader of the calls in a choice's text; None means that the answer may call no function.
     """
 
     prefix = "chatcmpl"
@@ -126,13 +125,11 @@ class ChatAnswer(_Named):
         model: str,
         texts: TokenTexts | None,
         choices: int,
-        functions: Mapping[str, Json] | None = None,
-        openings: Sequence[str] = (),
+        reader: Callable[[], CallReader] | None = None,
     ) -> None:
         super().__init__(model, texts)
         self._choices = choices
-        self._functions = functions or {}
-        self._openings = openings
+        self._reader = reader
         self._readers: dict[int, CallReader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:
@@ -141,9 +138,9 @@ class ChatAnswer(_Named):
 
     def delta(self, index: int, text: str, log_probs: Json | None = None, reason: FinishReason | None = None) -> Json:
         """Return the choice of a stream's chunk."""
-        if not self._functions:
+        if self._reader is None:
             return self._delta(index, {"content": text} if text or reason is None else {}, log_probs, reason)
-        reader = self._readers.setdefault(index, CallReader(self._functions, self._openings))
+        reader = self._readers.get(index) or self._readers.setdefault(index, self._reader())
         before = reader.calls
         text, calls = reader.push(text) if reason is None else reader.end()
         delta: Json = {"content": text} if text else {}
@@ -157,8 +154,8 @@ class ChatAnswer(_Named):
     def choice(self, index: int, text: str, log_probs: Json | None, reason: FinishReason) -> Json:
         """Return the choice of a whole answer."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        if self._functions:
-            reader = CallReader(self._functions, self._openings)
+        if self._reader is not None:
+            reader = self._reader()
             parts = [reader.push(text), reader.end()]
             if reader.calls:
                 message["content"] = "".join(content for content, _ in parts) or None

@@ -6,6 +6,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -36,6 +37,7 @@ from dynatree.gateway.models import Metadata, Models
 from dynatree.gateway.open_requests import OpenRequests
 from dynatree.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dynatree.gateway.responses import InPieces, UntilStopped, as_events, error_response, whole
+from dynatree.gateway.tools import CallReader
 from dynatree.gateway.work import Wanted, Work
 from dynatree.pages import Page
 
@@ -157,7 +159,9 @@ class Gateway:
         )
         functions = {each.function.name: each.function.parameters or {} for each in body.callable}
         openings = call_openings(body.callable, info.tool_format) if body.calls_or_format else ()
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, functions, openings)
+        several = body.several_calls(info.tool_format)
+        reader = partial(CallReader, functions, openings, several=several) if functions else None
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, reader)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:

@@ -40,7 +40,18 @@ LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _NAMED = re.compile(r"(messages\.[a-z0-9_.]+|chat_template_kwargs): ")  # begins the service's words about a field
 # Fields of other servers -> this server's of the same meaning.
-_INSTEAD = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_INSTEAD = {
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(
+        (
+            *("enable_thinking", "think", "thinking", "thinking_budget", "thinking_budget_tokens"),
+            *("thinking_token_budget", "reasoning", "reasoning_budget", "reasoning_effort"),
+        ),
+        'the chat template\'s own variable in chat_template_kwargs, such as {"enable_thinking": false}',
+    ),
+}
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.

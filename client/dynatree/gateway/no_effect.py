@@ -29,8 +29,10 @@ LABELS = frozenset(
 _NOTHING: tuple[Any, ...] = (False, 0, "none", "auto")
 # Exceptions: field -> its values without effect, besides null.
 _OWN: dict[str, tuple[Any, ...]] = {
+    "add_bos_token": (),
     "best_of": (1,),
     "detokenize": (True,),
+    "do_sample": (True,),  # false asks for greedy decoding
     "enable_thinking": (),  # chat templates read it, and false is not the default of each
     "include_reasoning": (True,),
     "length_penalty": (1,),
@@ -41,12 +43,18 @@ _OWN: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "n_predict": (),
     "prompt_logprobs": (),  # 0 asks for the prompt's own tokens
-    "reasoning_effort": ("none", "medium"),  # OpenAI's default
+    "reasoning": (),
+    "reasoning_budget": (),  # 0 asks for no reasoning, as in the other fields of budgets
+    "reasoning_effort": ("medium",),  # OpenAI's default; "none" asks for no reasoning
     "repeat_penalty": (1,),
     "seed": (-1,),  # random, as in vLLM and llama.cpp
     "skip_special_tokens": (True,),
     "stop": ("",),
     "think": (),
+    "thinking": (),
+    "thinking_budget": (),
+    "thinking_budget_tokens": (),
+    "thinking_token_budget": (),
     "tool_choice": ({},),
     "truncate_prompt_tokens": (-1,),
     "typical_p": (1,),

@@ -352,7 +352,7 @@ class ChatRequest(CompletionOptions, Template):
         tools: The functions that the answer may call.
         tool_choice: Whether it may ("auto", the default), must ("required") or must not ("none") call one, or the one
             that it must call.
-        parallel_tool_calls: Whether an answer that a grammar limits may have several calls; true by default.
+        parallel_tool_calls: Whether an answer may have several calls; true by default.
     """
 
     no_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_tokens": (-1,), "n_predict": (-1,)}
@@ -401,6 +401,11 @@ class ChatRequest(CompletionOptions, Template):
         """Whether the answer either calls functions or follows `response_format`."""
         return self.format_schema is not None and not self.must_call and bool(self.callable)
 
+    def several_calls(self, tool_format: str) -> bool:
+        """Whether an answer may have several calls in the service's `tool_format`."""
+        one = isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
+        return not one and tool_format != "llama3"  # its templates refuse several calls in one message
+
     @property
     def callable(self) -> Tools:
         """The functions that the answer may call."""
@@ -445,8 +450,7 @@ class ChatRequest(CompletionOptions, Template):
             log_probs=bool(self.logprobs),
             top_log_probs=self.top_logprobs or 0,
         )
-        several = not isinstance(self.tool_choice, NamedTool) and self.parallel_tool_calls is not False
-        several &= tool_format != "llama3"  # its templates refuse several calls in one message
+        several = self.several_calls(tool_format)
         if self.must_call:
             options.pop("json_schema", None)  # of a format, which limits text alone
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)

@@ -19,6 +19,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # tells nginx to forward each event at once
 ]
+# JSON may have them as they are, and they end no line of an event, but some clients split lines at them.
+_LINE_ENDS = ("\x85", "\u2028", "\u2029")
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -96,6 +98,8 @@ class Telling:
 
 def _event(data: str, *, last: bool) -> Iterator[Message]:
     """Split one event into ASGI messages, so that sending a long event waits for the client to read."""
+    for character in _LINE_ENDS:
+        data = data.replace(character, f"\\u{ord(character):04x}")
     event = f"data: {data}\n\n".encode()
     for start in range(0, len(event), PIECE_BYTES):
         end = start + PIECE_BYTES

@@ -214,9 +214,12 @@ class CallReader:
     Args:
         functions: The schema of the parameters of each function, by name.
         openings: Texts that calls begin with. If there are some, an answer that begins otherwise is content.
+        several: Whether the answer may have several calls. If not, the calls behind the first are dropped.
     """
 
-    def __init__(self, functions: Mapping[str, Mapping[str, Any]], openings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, functions: Mapping[str, Mapping[str, Any]], openings: Sequence[str] = (), *, several: bool = True
+    ) -> None:
         self._functions = functions
         self._names = names = functions.keys()
         firsts = [*(f'"name":"{name}"' for name in names), '"arguments"', '"parameters"', '"type"', '"id"']
@@ -226,6 +229,7 @@ class CallReader:
         self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
         self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
         self._openings = openings
+        self._several = several
         self._plain: bool | None = None if openings else False  # whether it is content; None: too early to tell
         self._whole: bool | None = None  # whether the whole answer may be calls; None: too early to tell
         self._pending = ""  # text that is neither told as content nor part of a complete call
@@ -245,7 +249,7 @@ class CallReader:
             return told, []
         if self._whole is None:
             self._whole = self._may_be_calls()
-        return self._parts(final=False) if self._whole is False else ("", [])
+        return self._kept(*self._parts(final=False)) if self._whole is False else ("", [])
 
     def end(self) -> tuple[str, list[Call]]:
         """Return the rest of the content and of the calls."""
@@ -254,8 +258,14 @@ class CallReader:
         if self._whole is not False:
             text = self._pending.strip()
             if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
-                return "", calls
-        return self._parts(final=True)
+                return self._kept("", calls)
+        return self._kept(*self._parts(final=True))
+
+    def _kept(self, content: str, calls: list[Call]) -> tuple[str, list[Call]]:
+        """Return the content, and the calls that the answer may have."""
+        kept = calls if self._several else calls[: 1 - self.calls]
+        self.calls += len(kept)
+        return content, kept
 
     def _is_plain(self) -> bool | None:
         """Whether the answer is content, by its first characters; None if they are too few to tell."""
@@ -358,7 +368,6 @@ class CallReader:
                 calls.append(Call(id_, name, _written(arguments)))
             except RecursionError:
                 return []
-        self.calls += len(calls)
         return calls
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dynatree.client import AsyncCompletionStream, Chunk, Completion
+from dynatree.client import AsyncCompletionStream, Chunk, Completion, FinishReason
 from dynatree.gateway.answers import Answer, TopLogProbs, tokens_used, trace_of, usage_of
 from dynatree.gateway.encoding import LONG_BYTES, Json, aside, encode, encoded
 from dynatree.gateway.memory import size_of, size_of_prompt
@@ -68,6 +68,7 @@ class Work:
         self._hold = hold
         self._held = 0
         self._begun: set[int] = set()  # indices of the prompts whose streams have delivered a chunk
+        self._opened: set[int] = set()  # indices of the choices of which a stream has told a chunk
         self._echoed: dict[int, dict[str, list[str]]] = {}  # prompt index -> log-probabilities as JSON
         self._began = time.perf_counter()
         self._new_tokens = 0  # received so far
@@ -97,33 +98,39 @@ class Work:
         Raises:
             DynaTreeError: A completion failed; the chunks before the failure have been yielded.
         """
-        begun: set[int] = set()
         async with aclosing(self._held_chunks()) as chunks:
             async for place, chunk in chunks:
                 self._new_tokens += len(chunk.token_ids)
-                if not begun:  # wait for the first chunk: a failure before it still sets the HTTP status
+                if not self._opened:  # wait for the first chunk: a failure before it still sets the HTTP status
                     for choice in self._answer.begin():
-                        yield self._chunk(choice)
+                        yield await self._chunk(choice)
                 index = place * self._wanted.completions + chunk.index
-                if index not in begun and self._wanted.echo:
-                    echoed = partial(self._echoed_chunk, index, place)
-                    yield await aside(echoed) if self._held > LONG_BYTES else echoed()
-                begun.add(index)
+                if index not in self._opened and self._wanted.echo:
+                    yield await self._first_chunk(index, partial(self._echo, index, place))
                 if (delta := self._delta(index, place, chunk)) is not None:
-                    yield self._chunk(delta)
+                    yield await self._chunk(delta)
         for place, stream in enumerate(self._streams):
             for completion in (stream.completion, *stream.completion.alternatives):
                 index = place * self._wanted.completions + completion.index
-                yield self._chunk(self._answer.delta(index, "", None, completion.finish_reason))
+                yield await self._chunk(self._answer.delta(index, "", None, self._reason(completion)))
         if self._wanted.usage:
             yield encode({**self._answer.chunk([]), "usage": self._usage()})
 
-    def _chunk(self, choice: Json) -> str:
+    async def _chunk(self, choice: Json) -> str:
+        index = choice["index"]
+        if index not in self._opened:
+            return await self._first_chunk(index, lambda: choice)
         return encode(self._around(choice))
 
-    def _echoed_chunk(self, index: int, place: int) -> str:
-        choice = self._echo(index, place)
-        return b"".join(encoded(self._around(choice), [choice])).decode()
+    async def _first_chunk(self, index: int, make: Callable[[], Json]) -> str:
+        """Make and encode a choice's first chunk, which may have the prompt: aside if that is long."""
+        self._opened.add(index)
+
+        def made() -> str:
+            choice = self._with_prompt_ids(make())
+            return b"".join(encoded(self._around(choice), [choice])).decode()
+
+        return await aside(made) if self._held > LONG_BYTES else made()
 
     def _around(self, choice: Json) -> Json:
         chunk = self._answer.chunk([choice])
@@ -194,11 +201,8 @@ class Work:
             text = stream.prompt_text + text
             token_ids = (*stream.prompt_ids, *token_ids)
             told = self._behind_prompt(place, told)
-        choice = self._answer.choice(index, text, told, completion.finish_reason)
-        choice = self._with_ids(choice, token_ids)
-        if wanted.token_ids and completion.index == 0:
-            choice["prompt_token_ids"] = list(completion.prompt_ids)
-        return choice
+        choice = self._answer.choice(index, text, told, self._reason(completion))
+        return self._with_prompt_ids(self._with_ids(choice, token_ids))
 
     # Shared by streams and whole choices
 
@@ -214,6 +218,17 @@ class Work:
 
     def _with_ids(self, choice: Json, token_ids: Sequence[int]) -> Json:
         return {**choice, "token_ids": list(token_ids)} if self._wanted.token_ids else choice
+
+    def _with_prompt_ids(self, choice: Json) -> Json:
+        """Add the prompt's tokens to the first choice of a prompt."""
+        place, number = divmod(choice["index"], self._wanted.completions)
+        if number or not self._wanted.token_ids:
+            return choice
+        return {**choice, "prompt_token_ids": list(self._streams[place].prompt_ids)}
+
+    def _reason(self, completion: Completion) -> FinishReason:
+        """Return why a completion ended: one whose new tokens are left out has reached its length."""
+        return "length" if self._wanted.scores_only else completion.finish_reason
 
     # The streams of all prompts
 

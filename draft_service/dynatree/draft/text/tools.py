@@ -91,17 +91,34 @@ def odd_arguments(messages: Sequence[Fields]) -> str | None:
 
 
 def without_tools(messages: Sequence[Fields], tools: Sequence[Any]) -> list[Fields]:
-    """Return a chat for a template that knows no functions: the system's message describes them, calls are text.
+    """Return a chat for a template that knows no functions: a message describes them, calls and results are text.
 
-    The results of calls become messages of the user.
+    That is the system's message, or else the first of the user, since some templates refuse messages of the system.
+    Others refuse two messages of the user in a row, so results are one message with what the user says next.
     """
-    chat = [_as_text(message) for message in messages]
-    if not tools:
-        return chat
+    turns: list[list[Fields]] = []
+    before = None
+    for message in messages:
+        role = message.get("role")
+        if before == "tool" and role in ("tool", "user"):
+            turns[-1].append(_as_text(message))
+        else:
+            turns.append([_as_text(message)])
+        before = role
+    chat = [{**turn[0], "content": "\n".join(each["content"] for each in turn)} for turn in turns]
+    return _described(chat, tools) if tools else chat
+
+
+def _described(chat: list[Fields], tools: Sequence[Any]) -> list[Fields]:
+    """Return a chat in which a message describes the functions."""
     told = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if chat[0].get("role") == "system":
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{told}"}, *chat[1:]]
-    return [{"role": "system", "content": told}, *chat]
+    place = next((place for place, message in enumerate(chat) if message.get("role") == "user"), None)
+    if place is None:
+        return [{"role": "user", "content": told}, *chat]
+    asked = {**chat[place], "content": f"{told}\n\n{chat[place]['content']}"}
+    return [*chat[:place], asked, *chat[place + 1 :]]
 
 
 def _as_text(message: Fields) -> Fields:
