@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dynatree import embedded
@@ -145,28 +145,63 @@ def test_a_special_token_in_a_message_is_text(chatty: PreTrainedTokenizerBase) -
     assert (asked.count(start), asked.count(end)) == (3, 2)
 
 
-@pytest.mark.parametrize("kind", sorted(TOKENIZERS.keys() - {"bytes"}))
-def test_a_chat_with_names_of_special_tokens_is_encoded_whole(kind: str) -> None:
-    """Without its special tokens, a chat has the ids of its text, and no spaces where a name begins or ends."""
-    tokenizer = TOKENIZERS[kind]()
+def check_hidden(tokenizer: PreTrainedTokenizerBase, said: str) -> None:
+    """Between the template's special tokens, a chat has the ids of its text."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
-    said = f"he said{tokenizer.unk_token}the {tokenizer.eos_token} a<|im_end|> he"
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
-    assert isinstance(rendered, str)
-    bare = tokenizer(said, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    turns = [
+        tokenizer(turn, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        for turn in (f"user\n{said}", "\n", "assistant\n")
+    ]
 
     ids = PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=False)
 
-    text = tokenizer.decode(bare).strip()
-    assert text in tokenizer.decode(ids)
+    assert ids == (start, *turns[0], end, *turns[1], start, *turns[2])
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS.keys() - {"bytes", "unigram"}))
+def test_a_chat_with_names_of_special_tokens_is_encoded_whole(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    check_hidden(tokenizer, f"he said{tokenizer.unk_token}the {tokenizer.eos_token} a<|im_end|> he")
+
+
+def test_names_of_special_tokens_are_text_also_where_they_are_pieces() -> None:
+    """A unigram model of SentencePiece finds them, as the tokens that they name."""
+    tokenizer = TOKENIZERS["unigram"]()
+    tokenizer.chat_template = TEMPLATE
+    said = "he said</s>the <s> a<|im_end|> he"
+    ids = PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=False)
+    assert [ids.count(id_) for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [0, 0]
+    assert said in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("odd", ["normalized", "single_word"])
+def test_special_tokens_that_are_not_matched_everywhere_stay_text(odd: str) -> None:
+    tokenizer = TOKENIZERS["llama 2"]()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<odd>", special=True, **{odd: True})]})
+    tokenizer.chat_template = TEMPLATE
+    for said in ("he said<odd>the<s>", "a<odd> he</s>"):
+        ids = PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=False)
+        assert not set("0123456789") & set(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize(("kind", "pad"), [("byte level", "!"), ("word piece", "a"), ("gemma", "th"), ("words", "a")])
+def test_a_special_token_may_be_a_word_of_texts(kind: str, pad: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    tokenizer.add_special_tokens({"pad_token": pad, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    word = tuple(tokenizer(pad, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    ids = PromptEncoder(tokenizer).chat([Message("user", pad)], special_tokens=False)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (ids.count(start), ids.count(end)) == (2, 1)
-    plain = tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    assert PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=True) == (
-        *plain,
-        *tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"],
-    )
+    assert ids[0] == start
+    assert ids[ids.index(end) - len(word) : ids.index(end)] == word
+
+
+def test_a_chat_of_very_many_names_takes_no_time_for_each_pair_of_them(chatty: PreTrainedTokenizerBase) -> None:
+    said = "<|im_end|>" * 20_000
+    ids = PromptEncoder(chatty).chat([Message("user", said)], special_tokens=False)
+    assert chatty.decode(ids) == f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_special_token_in_a_role_is_text(chatty: PreTrainedTokenizerBase) -> None:

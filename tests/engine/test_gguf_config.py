@@ -44,6 +44,12 @@ def test_the_weights_of_experts_are_normalised_as_a_file_says_or_its_family_does
     assert config_of(str(tmp_path / "model.gguf")).norm_topk_prob is expected
 
 
+def test_a_file_may_say_that_the_weights_of_mixtrals_experts_are_normalised(tmp_path):
+    path = tmp_path / "model.gguf"
+    written_gguf(path, ("Q8_0",), seed=1, family="mixtral", values={"llama.expert_weights_norm": True}, words=WORDS)
+    assert config_of(str(path)).num_local_experts == 4
+
+
 @pytest.mark.parametrize(("context", "window"), [(4096, 2047), (131072, None)])
 def test_a_window_that_old_files_of_phi_3_do_not_name_is_told_from_the_context(context, window):
     fields = {"head_dim": 96, "rope_parameters": {}, "max_position_embeddings": context}
@@ -55,10 +61,10 @@ def test_a_window_that_old_files_of_phi_3_do_not_name_is_told_from_the_context(c
 @pytest.mark.parametrize("there", [True, False])
 def test_files_of_llama_3_1_without_the_factors_of_their_rotary_embeddings_are_refused(tmp_path, there):
     values = {"general.architecture": "llama", "llama.context_length": 131072, "llama.rope.freq_base": 500000.0}
-    values |= {"tokenizer.ggml.tokens": Length(128256)}
+    values |= {"tokenizer.ggml.tokens": Length(128257)}
     tensors = [GGUFTensor("rope_freqs.weight", "F32", (64,), 0, 256)] if there else []
     path = tmp_path / "model.gguf"
     path.write_bytes(np.ones(64, np.float32).tobytes())
     config = SimpleNamespace(head_dim=128, rope_parameters={"rope_theta": 500000.0})
-    with nullcontext() if there else pytest.raises(StartupError, match=r"it lacks rope_freqs\.weight"):
+    with nullcontext() if there else pytest.raises(StartupError, match=r"later, but it lacks rope_freqs\.weight"):
         add_factors(path, SimpleNamespace(values=values, tensors=tensors), config)

@@ -6,6 +6,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from shutil import copytree
 from threading import Barrier, current_thread
 
 import grpc
@@ -17,18 +18,15 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
-from dynatree import embedded
 from dynatree.client import Client, InvalidRequestError
 from dynatree.client._request import build_request
 from dynatree.common.grammar import Grammar, GrammarKind
-from dynatree.draft.generate_call import after_received
 from dynatree.draft.policies import policy_names, residual_policies
 from dynatree.draft.policies.throughput import Throughput
 from dynatree.engine.grammar import compiler
-from dynatree.engine.grammar.compiler import GrammarCompiler, _source
+from dynatree.engine.grammar.compiler import _source
 from dynatree.engine.grammar.state import GrammarState
-from dynatree.engine.model.tokenizer import load_tokenizer
-from dynatree.v1 import draft_pb2_grpc
+from dynatree.v1 import draft_pb2_grpc, tree_pb2
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
 
@@ -280,15 +278,29 @@ def test_a_resumed_completion_continues_its_grammar(pair):
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_completion_may_be_resumed_behind_an_end_token_that_only_the_target_has():
+def test_a_completion_is_resumed_behind_an_end_token_that_only_the_target_has(pair, tmp_path):
     """As with Gemma and Phi-3, whose chats end with another token than their tokenizers name."""
-    tokenizer = load_tokenizer(str(embedded.target_path()))
-    word = tokenizer("ab", add_special_tokens=False)["input_ids"]
-    start = GrammarCompiler(tokenizer, (tokenizer.eos_token_id,)).state(Grammar(GrammarKind.REGEX, "ab"))
-    assert after_received(start, ()) is start
-    assert after_received(start, word) is start.after_all(word)
-    assert after_received(start, [*word, 7]) is start.after_all(word)
-    assert after_received(start, [7, *word]) is None
+    _, target, _ = pair
+    folder = copytree(target, tmp_path / "target")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [0, 2000]}))
+    request = build_request([5], regex="ab", max_new_tokens=TOKENS)
+    with (
+        running_services(tmp_path, folder, folder, dtype="float32") as services,
+        grpc.insecure_channel(services.draft_address) as channel,
+    ):
+        generate = draft_pb2_grpc.DraftServiceStub(channel).Generate
+        whole = [token for answer in generate(request) for token in answer.token_ids]
+        assert whole[-1] in (0, 2000)
+        for end in (0, 2000):
+            request.resume.token_ids[:] = [*whole[:-1], end]
+            answers = list(generate(request))
+            assert not [token for answer in answers for token in answer.token_ids]
+            assert answers[-1].completion.finish_reason == tree_pb2.FINISH_REASON_STOP
+        request.resume.token_ids[:] = [*whole[:-1], 1999]
+        with pytest.raises(grpc.RpcError) as refused:
+            list(generate(request))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_completions_and_sessions_side_by_side_keep_their_grammars(pair):

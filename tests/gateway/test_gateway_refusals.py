@@ -119,6 +119,12 @@ def test_a_body_that_makes_no_sense_is_refused(gateway: Gateway, data: bytes, wo
     assert words in answer.json()["error"]["message"]
 
 
+def test_the_hint_at_a_templates_variables_is_for_chats_alone(gateway: Gateway) -> None:
+    answer = requests.post(f"{gateway.url}/v1/completions", json={"prompt": "a", "think": False}, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "think is not supported"
+
+
 def test_what_an_error_quotes_is_cut(gateway: Gateway) -> None:
     for body in ({"prompt": "a", "model": "m" * 10**6}, {"prompt": "a", "m" * 10**6: 1}):
         answer = requests.post(f"{gateway.url}/v1/completions", json=body, timeout=60)

@@ -40,18 +40,11 @@ LONGEST_PARAM = 100
 _UNREACHABLE = "the draft service, or every verify service behind it, is out of reach; try again later"
 _NAMED = re.compile(r"(messages\.[a-z0-9_.]+|chat_template_kwargs): ")  # begins the service's words about a field
 # Fields of other servers -> this server's of the same meaning.
-_INSTEAD = {
-    "n_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    **dict.fromkeys(
-        (
-            *("enable_thinking", "think", "thinking", "thinking_budget", "thinking_budget_tokens"),
-            *("thinking_token_budget", "reasoning", "reasoning_budget", "reasoning_effort"),
-        ),
-        'the chat template\'s own variable in chat_template_kwargs, such as {"enable_thinking": false}',
-    ),
-}
+_INSTEAD = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Fields by which clients ask for reasoning, or for none. Only a chat template knows how its model does that.
+_REASONING = {"enable_thinking", "think", "thinking", "thinking_budget", "thinking_budget_tokens"}
+_REASONING |= {"thinking_token_budget", "reasoning", "reasoning_budget", "reasoning_effort"}
+_VARIABLE = 'the chat template\'s own variable in chat_template_kwargs, such as {"enable_thinking": false}'
 _ASK_FOR_KEY = {"WWW-Authenticate": "Bearer"}
 _NO_KEY = "the request has no known API key; expected the header `Authorization: Bearer KEY`"
 # Messages that replace the service's own, which name an address or gRPC's metadata.
@@ -120,8 +113,9 @@ class ApiError(Exception):
         )
         name = ".".join(map(str, path))
         if first["type"] == "extra_forbidden":
-            instead = f"; expected {_INSTEAD[name]}" if name in _INSTEAD else ""
-            return cls(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
+            instead = _VARIABLE if name in _REASONING and "messages" in body else _INSTEAD.get(name)
+            expected = f"; expected {instead}" if instead else ""
+            return cls(400, f"{name} is not supported{expected}", param=name, code="unsupported_parameter")
         if first["type"] == "literal_error":
             value = reduce(getitem, path, body)
             quoted = f"{name} {value[:LONGEST_PARAM]}" if isinstance(value, str) else name

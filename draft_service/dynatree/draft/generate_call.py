@@ -130,7 +130,7 @@ class GenerateCall:
         check_token_ids(received.token_ids, info.vocab_size, "resume.token_ids")
         prompt_log_probs = decoding.prompt_log_probs and self.begins and index == self.first
         check_log_probs(decoding.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
-        grammar = self.grammar and after_received(self.grammar, received.token_ids)
+        grammar = self.grammar and _after_received(self.grammar, received.token_ids)
         if self.grammar is not None and grammar is None:
             raise InvalidArgumentError("resume.token_ids do not follow the grammar")
         policy = self._policy(decoding.sampling, target)
@@ -229,7 +229,7 @@ def _check_stop(stops: Sequence[str]) -> None:
             raise InvalidArgumentError(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")
 
 
-def after_received(grammar: GrammarState, token_ids: Sequence[int]) -> GrammarState | None:
+def _after_received(grammar: GrammarState, token_ids: Sequence[int]) -> GrammarState | None:
     """Return the grammar's state after a completion's received tokens; None if they do not follow it.
 
     The last one may be an end token that only the target has. The verify service, which knows it, checks it.

@@ -35,7 +35,13 @@ _FIELDS = {
 }
 # More keys that are read, compared with the configuration, or without effect on a model's numbers.
 _KNOWN = frozenset({"vocab_size", "rope.freq_base", "rope.dimension_count", "rope.scaling.original_context_length"})
-_KNOWN |= {"attention.key_length", "attention.value_length", "attention.causal", "attention.layer_norm_epsilon"}
+_KNOWN |= {
+    "expert_weights_norm",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.causal",
+    "attention.layer_norm_epsilon",
+}
 _KNOWN |= {"tensor_data_layout", "rope.scaling.finetuned", *_FIELDS}
 
 

@@ -3,7 +3,8 @@
 A byte-level tokenizer splits a text before BPE, as `tokenizer.ggml.pre` says. transformers splits like GPT-2 if it does
 not know that name, composes no characters, takes no token whole that BPE would not reach, and gives some control tokens
 ids of their own. The names are llama.cpp's (`llama_vocab::impl::load`). A SentencePiece tokenizer merges by the lengths
-of pieces where a file has no scores, and begins a text with a space also where a file denies it.
+of pieces where a file has no scores, begins a text with a space also where a file denies it, and keeps the white space
+behind Phi-3's control tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def mend(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Change the tokenizer that transformers has made of a file to the checkpoint's own.
 
     Raises:
-        StartupError: The file's texts are split in a way that is not known.
+        StartupError: The file's texts are split in a way that is not known, or its tokenizer is a unigram model.
     """
     values, _ = reader.read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
     model = values.get("tokenizer.ggml.model")
@@ -74,19 +75,20 @@ def _mend_sentencepiece(tokenizer: Any, name: str, values: dict[str, Any]) -> No
 
     A piece's score is its rank. Where llama.cpp's converter had no scores, all are equal, and the ids are the ranks.
     """
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
     architecture: str = values["general.architecture"]
+    if architecture.startswith("gemma"):
+        return
     kinds = values.get("tokenizer.ggml.token_type") or []
-    usual = {
-        each for each, kind in zip(values.get("tokenizer.ggml.scores") or [], kinds, strict=False) if kind == _USUAL
-    }
-    if not architecture.startswith("gemma") and "tokenizer.ggml.merges" not in values:
-        if any(score % 1 for score in usual):
-            raise StartupError(f"model {name} cannot be served: its tokenizer is a unigram model of SentencePiece")
-        if len(usual) == 1:
-            vocabulary = content["model"]["vocab"]
-            merges = generate_merges(vocabulary, {token: -number for token, number in vocabulary.items()})
-            content["model"]["merges"] = [list(pair) for pair in merges]
+    scores = values.get("tokenizer.ggml.scores") or []
+    usual = {score for score, kind in zip(scores, kinds, strict=False) if kind == _USUAL}
+    has_merges = "tokenizer.ggml.merges" in values
+    if not has_merges and any(score % 1 for score in usual):
+        raise StartupError(f"model {name} cannot be served: its tokenizer is a unigram model of SentencePiece")
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    if not has_merges and len(usual) == 1:
+        vocabulary = content["model"]["vocab"]
+        merges = generate_merges(vocabulary, {token: -number for token, number in vocabulary.items()})
+        content["model"]["merges"] = [list(pair) for pair in merges]
     if architecture == "phi3":
         for token in content["added_tokens"]:
             token["rstrip"] = token["content"] not in _PHI3_UNSTRIPPED

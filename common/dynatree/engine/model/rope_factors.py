@@ -22,7 +22,7 @@ from dynatree.engine.model.gguf_header import GGUFHeader
 _DIVISORS = "rope_freqs.weight"
 # What tells Llama 3.1 and later; files from before August 2024 lack the factors.
 _LLAMA_3_1 = {"general.architecture": "llama", "llama.context_length": 131072, "llama.rope.freq_base": 500000.0}
-_LLAMA_3_1 |= {"tokenizer.ggml.tokens": 128256}
+_LLAMA_3_TOKENS = 128256  # at least
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPE = "divided"  # our `rope_type`
 # The tensors of factors, by the `rope_type` of a configuration that has them.
@@ -46,8 +46,12 @@ def add_factors(path: Path, header: GGUFHeader, config: PretrainedConfig) -> set
     """
     architecture: str = header.values["general.architecture"]
     there = {each.name for each in header.tensors}
-    if _LLAMA_3_1.items() <= header.values.items() and _DIVISORS not in there:
-        raise StartupError(f"model {path.name} cannot be served: it lacks {_DIVISORS}, which Llama 3.1 and later have")
+    is_llama_3_1 = _LLAMA_3_1.items() <= header.values.items()
+    if is_llama_3_1 and header.values.get("tokenizer.ggml.tokens", 0) >= _LLAMA_3_TOKENS and _DIVISORS not in there:
+        raise StartupError(
+            f"model {path.name} cannot be served: by its context, rope.freq_base and vocabulary it is of Llama 3.1 or "
+            f"later, but it lacks {_DIVISORS}"
+        )
     if architecture == "llama" and _DIVISORS in there:
         factors = _factors(path, header, _DIVISORS, config)
         config.rope_parameters = {**config.rope_parameters, "rope_type": _TYPE, "factors": factors}

@@ -38,7 +38,8 @@ class PackedFiles:
             native: Whether the project's own kernels compute the model.
 
         Raises:
-            StartupError: The format is not served, or a tensor is missing, or the groups of GPTQ are not in order.
+            StartupError: The format is not served, a tensor is missing, there are scales without codes, or the groups
+                of GPTQ are not in order.
         """
         self.name = name
         self._native = native

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.draft.text.hidden_names import HiddenNames, renamed
 from dynatree.draft.text.prompt_text import decoded
 from dynatree.draft.text.tools import (
     Fields,
@@ -124,16 +122,15 @@ class PromptEncoder:
             raise InvalidArgumentError("the chat has no messages; expected at least one")
         if not self.has_chat_template:
             raise InvalidArgumentError("the tokenizer has no chat template: expected a prompt of text or token ids")
-        hidden: dict[str, str] = {}  # texts that look like special tokens, by their marks in the rendered chat
+        hidden = HiddenNames(self._special) if self._special and not special_tokens else None
         said, described = [each.fields for each in messages], parsed("tools", tools)
         given = parsed_object("chat_template_kwargs", variables)
         taken = given.keys() & self._own_variables
         if taken:
             raise InvalidArgumentError(f"chat_template_kwargs: the service sets {' and '.join(sorted(taken))} itself")
         try:
-            if not special_tokens:
-                hide = partial(self._hide, hidden=hidden)
-                said, described, given = (replaced(each, hide) for each in (said, described, given))
+            if hidden is not None:
+                said, described, given = (replaced(each, hidden.hide) for each in (said, described, given))
             if self._writes_tools is None:
                 said, described = without_tools(said, described), []
             rendered = self._tokenizer.apply_chat_template(
@@ -153,64 +150,17 @@ class PromptEncoder:
         assert isinstance(rendered, str)
         return tuple(self._encoded(rendered, hidden))
 
-    def _hide(self, content: str, hidden: dict[str, str]) -> str:
-        """Replace each text that looks like a special token by an unguessable mark, whose digits no filter escapes."""
-        if self._special is None:
-            return content
-
-        def mark(match: re.Match[str]) -> str:
-            name = _mark()
-            hidden[name] = match[0]
-            return name
-
-        return self._special.sub(mark, content)
-
-    def _encoded(self, rendered: str, hidden: Mapping[str, str]) -> Sequence[int]:
-        """Encode a rendered chat whole: its special tokens by other names, so that what is hidden gets its own back."""
-        if not hidden or self._renamed is None:
-            return self._encoded_apart(rendered, hidden)
-        tokenizer, names = self._renamed
-        names = {**names, **hidden}
-        longest_first = sorted(names, key=len, reverse=True)
-        text = re.sub("|".join(map(re.escape, longest_first)), lambda match: names[match[0]], rendered)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def _encoded_apart(self, rendered: str, hidden: Mapping[str, str]) -> list[int]:
-        """Encode a rendered chat cut at what is hidden, as a tokenizer must that is not the tokenizers library's."""
-        pieces = re.split(f"({'|'.join(hidden)})", rendered) if hidden else [rendered]
+    def _encoded(self, rendered: str, hidden: HiddenNames | None) -> Sequence[int]:
+        """Encode a rendered chat, whole if possible."""
+        if hidden and self._encode_whole is not None:
+            return self._encode_whole(rendered, hidden)
         ids: list[int] = []
-        for piece in filter(None, pieces):
-            text = hidden.get(piece)
-            ids += self._tokenizer(
-                piece if text is None else text,
-                verbose=False,
-                add_special_tokens=False,
-                split_special_tokens=text is not None,
-            )["input_ids"]
+        for piece, is_name in hidden.pieces(rendered) if hidden else [(rendered, False)]:
+            ids += self._tokenizer(piece, verbose=False, add_special_tokens=False, split_special_tokens=is_name)[
+                "input_ids"
+            ]
         return ids
 
     @cached_property
-    def _renamed(self) -> tuple[Tokenizer, dict[str, str]] | None:
-        """The tokenizer with unguessable names of its special tokens, and these names."""
-        if not self._tokenizer.is_fast:
-            return None
-        names = {token: _mark() for token in self._ids}
-        content = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        for token in content["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = content["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(token, token): id_ for token, id_ in model["vocab"].items()}
-        else:
-            model["vocab"] = [[names.get(token, token), *score] for token, *score in model["vocab"]]
-        if model.get("unk_token"):
-            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        content["post_processor"] = None  # names special tokens
-        renamed = Tokenizer.from_str(json.dumps(content))
-        assert all(renamed.token_to_id(name) == self._ids[token] for token, name in names.items())
-        return renamed, names
-
-
-def _mark() -> str:
-    return f"{secrets.randbits(128):039}"
+    def _encode_whole(self) -> Callable[[str, HiddenNames], Sequence[int]] | None:
+        return renamed(self._tokenizer, self._special, self._ids) if self._special else None
