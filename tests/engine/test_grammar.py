@@ -441,6 +441,10 @@ def accepts(grammar, text):
         ),
         ({"type": "number", "minimum": 1, "maximum": 1.5, "exclusiveMinimum": True}, "1.25", "1"),
         ({"properties": {"exclusiveMinimum": {"const": 0.5}}}, '{"exclusiveMinimum": 0.5}', '{"exclusiveMinimum": 0}'),
+        (
+            {"type": "number", "exclusiveMaximum": 1, "anyOf": [{"minimum": 0.5}, {"exclusiveMinimum": 0}]},
+            *("0.25", "0"),
+        ),
         ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
         ({"x-guidance": {"item_separator": ","}}, '[1,"a"]', '[1, "a"]'),
         ({"x-guidance": {"item_separator": ","}, "properties": {"a": False}}, "{}", r'{"\u0061": 1}'),

@@ -40,7 +40,9 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         RecursionError: It is nested too deeply.
     """
     out = _followed(schema)
-    _narrow([*_schemas_in(out)])
+    schemas = [*_schemas_in(out)]
+    while _narrow(schemas):  # a bound that has moved is no integer, so its opposite ones may have to move too
+        pass
     return out
 
 
@@ -83,11 +85,15 @@ def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from _schemas_in(each)
 
 
-def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
+def _narrow(schemas: Sequence[dict[str, Any]]) -> bool:
     """Move an exclusive bound that is an integer inwards by a sliver if an opposite bound is less than 1 from it.
 
     Between the two, llguidance would include the exclusive one. It merges schemas, so that both may stand anywhere.
+
+    Returns:
+        Whether a bound has moved.
     """
+    moved = False
     for exclusive, inclusive, others, whole, sign in (
         ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), math.floor, 1),
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), math.ceil, -1),
@@ -99,6 +105,8 @@ def _narrow(schemas: Sequence[dict[str, Any]]) -> None:
             bound = schema.get(inclusive) if bound is True else bound  # as draft 4 writes it
             if isinstance(bound, int | float) and not isinstance(bound, bool) and bound in near:
                 schema[exclusive] = bound + sign * max(_SLIVER, math.ulp(bound))
+                moved = True
+    return moved
 
 
 def _check(schema: dict[str, Any]) -> None:
