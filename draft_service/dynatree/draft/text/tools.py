@@ -93,8 +93,8 @@ def odd_arguments(messages: Sequence[Fields]) -> str | None:
 def without_tools(messages: Sequence[Fields], tools: Sequence[Any]) -> list[Fields]:
     """Return a chat for a template that knows no functions: a message describes them, calls and results are text.
 
-    That is the system's message, or else the first of the user, since some templates refuse messages of the system.
-    Others refuse two messages of the user in a row, so results are one message with what the user says next.
+    The system's message describes them, or else the first of the user, since some templates refuse messages of the
+    system. Others refuse two messages of the user in a row, so results are one message with what the user says next.
     """
     turns: list[list[Fields]] = []
     before = None
