@@ -177,13 +177,24 @@ def test_names_of_special_tokens_are_text_also_where_they_are_pieces() -> None:
 
 
 @pytest.mark.parametrize("odd", ["normalized", "single_word"])
-def test_special_tokens_that_are_not_matched_everywhere_stay_text(odd: str) -> None:
+def test_a_templates_token_that_is_not_matched_everywhere_keeps_its_name(odd: str) -> None:
+    """Where the tokenizer finds no token in it, the prompt has the name, as without names in messages."""
     tokenizer = TOKENIZERS["llama 2"]()
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<odd>", special=True, **{odd: True})]})
-    tokenizer.chat_template = TEMPLATE
-    for said in ("he said<odd>the<s>", "a<odd> he</s>"):
-        ids = PromptEncoder(tokenizer).chat([Message("user", said)], special_tokens=False)
-        assert not set("0123456789") & set(tokenizer.decode(ids))
+    tokenizer.chat_template = TEMPLATE.replace("<|im_end|>", "<odd>x")
+    ids = PromptEncoder(tokenizer).chat([Message("user", "the<s> he")], special_tokens=False)
+    assert not set("0123456789") & set(tokenizer.decode(ids))
+
+
+def test_merges_may_make_a_special_token() -> None:
+    """As those do that are made of a GGUF file's pieces."""
+    tokens = ["<unk>", "<s>", "<", "s", ">", "s>", "h", "e"]
+    vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+    model = models.BPE(vocabulary, [("s", ">"), ("<", "s>")], unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>", bos_token="<s>")
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    ids = PromptEncoder(tokenizer).chat([Message("user", "he<s>he")], special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == ["<s>", "h", "e", "<", "s>", "h", "e"]
 
 
 @pytest.mark.parametrize(("kind", "pad"), [("byte level", "!"), ("word piece", "a"), ("gemma", "th"), ("words", "a")])
@@ -198,7 +209,7 @@ def test_a_special_token_may_be_a_word_of_texts(kind: str, pad: str) -> None:
     assert ids[ids.index(end) - len(word) : ids.index(end)] == word
 
 
-def test_a_chat_of_very_many_names_takes_no_time_for_each_pair_of_them(chatty: PreTrainedTokenizerBase) -> None:
+def test_a_chat_may_have_very_many_names(chatty: PreTrainedTokenizerBase) -> None:
     said = "<|im_end|>" * 20_000
     ids = PromptEncoder(chatty).chat([Message("user", said)], special_tokens=False)
     assert chatty.decode(ids) == f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
