@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from dynatree.cli.serve import pair_settings
 from dynatree.cli.service_pair import service_pair, starting_pair
+from dynatree.client import Client
 from tests.support.processes import first_process, is_running, wait_until
 
 pytestmark = pytest.mark.early
@@ -158,6 +161,18 @@ def test_a_signal_that_comes_while_a_service_starts_leaves_none_behind(monkeypat
     assert len(started) == 2
     assert [process.poll() is not None for process in started] == [True, True]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_services_have_their_grace_period_before_they_are_killed(monkeypatch):
+    monkeypatch.setattr("dynatree.cli.service_pair.STOP_SECONDS", 0.0)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        with service_pair(*pair_settings("embedded", "embedded", grace=60.0)) as pair:
+            client = stack.enter_context(Client(pair.address, resume=False))
+            stream = client.stream([5, 6, 7], max_new_tokens=120, ignore_eos=True, policy="autoregressive")
+            next(stream)
+            rest = pool.submit(list, stream)
+        assert rest.result()
+        assert stream.completion.finish_reason == "length"
 
 
 def child_processes(parent):

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from dynatree import embedded
 from dynatree.client import Client
 from dynatree.common.sampling import Sampling, Scheme
 from dynatree.draft.completion.ahead import DraftingAhead
@@ -224,4 +225,21 @@ def test_a_tree_of_draws_is_the_same_where_it_has_just_room(engine):
                 drafter.commit(session, grown[-1].token_ids[:1] or [1])
             drafter.close(session)
         assert grown[:2] == grown[2:]
+    assert more_than_room > 2
+
+
+def test_nodes_whose_slots_were_freed_are_read_again():
+    """They keep their proposals, so that a later tree may go on below them."""
+    engine = load_engine(ModelSettings(str(embedded.draft_path()), sessions=1, speculative_slots=512))
+    grown, more_than_room = [], 0
+    for room in (16, 256):
+        drafter = Drafter(EngineDraftModel(engine), room)
+        session = drafter.open(PROMPT, Sampling(), 2048)
+        policy = create_policy("dyspec", {"max_nodes": 64})
+        for _ in range(40):
+            grown.append(drafter.grow(session, policy, 16, 16).tree)
+            more_than_room += session.speculative_slots > 32
+            drafter.commit(session, grown[-1].token_ids[:1])
+        drafter.close(session)
+    assert grown[:40] == grown[40:]
     assert more_than_room > 2

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from dynatree.client import Client
@@ -17,6 +18,7 @@ from dynatree.common.model_info import ModelInfo
 from dynatree.draft.recording.line_files import FILES, PATTERN, LineFiles
 from dynatree.draft.recording.recorder import MANIFEST, Recorder
 from dynatree.draft.settings import RecordSettings
+from dynatree.v1 import draft_pb2, draft_pb2_grpc
 from tests.support.model_zoo import save_random_model
 from tests.support.services import running_services
 
@@ -48,6 +50,21 @@ def test_whose_completions_are_recorded(tmp_path: Path) -> None:
     assert recorded(folder) == expected
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("characters", [0, 3])
+def test_a_resumed_completion_is_recorded_behind_what_its_client_has(tmp_path: Path, characters: int) -> None:
+    folder, target = tmp_path / "texts", save_random_model(tmp_path / "target", "llama", seed=1)
+    with running_services(tmp_path, target, None, record=RecordSettings(folder, prompts=True)) as services:
+        with Client(services.draft_address) as client:
+            whole = client.generate("Once upon a time", max_new_tokens=12, ignore_eos=True)
+        resume = draft_pb2.Resume(token_ids=whole.token_ids[:5], characters=characters)
+        request = draft_pb2.GenerateRequest(text="Once upon a time", max_new_tokens=12, ignore_eos=True, resume=resume)
+        with grpc.insecure_channel(services.draft_address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+            rest = "".join(each.text for each in stub.Generate(request))
+    assert rest == whole.text[characters:]
+    assert recorded(folder) == [{"text": "Once upon a time" + whole.text}] * 2
 
 
 def test_without_being_asked_for_prompts_and_principals_every_text_alone_is_recorded(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Tests that the language model of a composite checkpoint is served alone."""
 
 import logging
+import re
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import get_verbosity
 
 from dynatree.common.errors import StartupError
@@ -107,6 +108,26 @@ def test_a_composite_model_that_may_compute_more_is_refused(family, language, pa
     message = f"{family} is a composite model, and it is not known whether its language model of {language} alone"
     with pytest.raises(StartupError, match=message):
         text_config_of(CONFIG_MAPPING[family](**parts))
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("qwen3_vl_moe", {"num_local_experts": 4}),
+        ("qwen3_5_moe", {"num_experts": 4}),
+        ("llama4", {"num_local_experts": 4}),
+    ],
+)
+def test_routers_weigh_the_chosen_experts_as_in_the_whole_model(tmp_path, family, experts):
+    """Two of four: the weights of two of two add up to 1 with and without normalisation."""
+    config = tiny_config(family, num_experts_per_tok=2, **experts)
+    folder = saved(tiny_model(config), tmp_path / "whole")
+    path = folder / "config.json"
+    path.write_text(re.sub(r'"norm_topk_prob": (true|false),\s*', "", path.read_text()))
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = whole(torch.arange(2, 22)[None]).logits[0]
+    torch.testing.assert_close(logits(folder)[1], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_language_model_takes_over_what_transformers_reads_from_the_whole():

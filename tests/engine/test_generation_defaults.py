@@ -11,6 +11,7 @@ from dynatree.client import Client
 from dynatree.common.errors import StartupError
 from dynatree.engine.loading import load_engine
 from dynatree.engine.model.generation_defaults import ADOPTED, WITHOUT_EFFECT, GenerationDefaults
+from dynatree.engine.served import served
 from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import save_noisy_copy, save_random_model
 from tests.support.services import running_services
@@ -19,6 +20,7 @@ from tests.support.services import running_services
 REFUSED = {
     "bad_words_ids": [[5]],
     "begin_suppress_tokens": [5],
+    "cache_implementation": "quantized",
     "constraints": [1],
     "dola_layers": "high",
     "encoder_no_repeat_ngram_size": 2,
@@ -28,6 +30,7 @@ REFUSED = {
     "forced_bos_token_id": 5,
     "forced_eos_token_id": 5,
     "guidance_scale": 1.5,
+    "is_assistant": True,
     "max_time": 1.0,
     "min_length": 5,
     "min_new_tokens": 5,
@@ -110,6 +113,20 @@ def test_what_generate_would_do_and_we_do_not_is_refused_by_name(model):
     assert load_engine(settings).eos_token_ids == {0}
 
 
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, {"resident_layers": 1}], ids=str)
+def test_without_a_generation_config_the_fields_of_config_json_count(tmp_path, settings):
+    folder = save_random_model(tmp_path / "model", "llama", seed=1, num_hidden_layers=2)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"repetition_penalty": 1.3}))
+    settings = ModelSettings(str(folder), sessions=1, layer_cache=tmp_path, **settings)
+    assert load_engine(settings).info.repetition_penalty == 1.3
+    (folder / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
+    for examine in (load_engine, served):
+        with pytest.raises(StartupError, match="its generation_config sets no_repeat_ngram_size"):
+            examine(settings)
+
+
 @pytest.mark.parametrize(("name", "value"), REFUSED.items())
 def test_each_field_that_changes_tokens_is_refused(name, value):
     config = GenerationConfig()
@@ -140,3 +157,5 @@ def test_neutral_values_are_no_reason_to_refuse():
     )
     assert GenerationDefaults.of(config) == GenerationDefaults(frozenset({3, 4}), 1.0)
     assert GenerationDefaults.of(None) == GenerationDefaults()
+    for cache in ("dynamic", "static", "offloaded"):
+        assert GenerationDefaults.of(GenerationConfig(cache_implementation=cache)) == GenerationDefaults()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dynatree.engine.settings import ModelSettings
     from dynatree.verify.settings import VerifySettings
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 15.0  # for a service to end after its grace period, and to save what it keeps
 _ERROR = b"dynatree: error: "
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -230,7 +230,7 @@ def _child(folder: Path, name: str, settings: VerifySettings | DraftSettings, sh
         yield child
     finally:
         if child is not None:
-            _end(child.process)
+            _end(child.process, settings.operation.grace + STOP_SECONDS)
             if child.shown is not None:
                 child.shown.join()
 
@@ -260,10 +260,10 @@ def _end_with_parent(parent: int) -> None:
             sys.exit(1)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     process.terminate()
     try:
-        process.wait(STOP_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

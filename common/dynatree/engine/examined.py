@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from transformers import PretrainedConfig
 from dynatree import embedded
 from dynatree.common.errors import StartupError
 from dynatree.engine.device import chosen_device
+from dynatree.engine.model.checkpoint import stored_dtype
 from dynatree.engine.model.composite import text_config_of
-from dynatree.engine.model.files import check_path
+from dynatree.engine.model.files import check_path, folder_of
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.rotary import check_rotary
 from dynatree.engine.model.tokenizer import first_line
@@ -92,7 +94,12 @@ def unloadable(model: str, name: str, error: Exception) -> StartupError:
 def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
     check_path(settings.model)
     try:
-        return config_of(settings.model)
+        config = config_of(settings.model)
+        folder = None if is_gguf(settings.model) else folder_of(settings.model)
+        if folder is not None and config.dtype is None:
+            with suppress(StartupError):  # the loader says what its files lack
+                config.dtype = stored_dtype(folder, name)
+        return config
     except StartupError:
         raise
     except Exception as error:  # transformers and the hub client raise their own types here

@@ -33,6 +33,7 @@ from dynatree.engine.gpu.fixed_rows import DRAFT_ROWS, with_default_rows, with_f
 from dynatree.engine.gpu.kept_rows import KeptRows, default_path
 from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.kv.kv_cache import KVCache, KVShape
+from dynatree.engine.model.checkpoint import check_scales
 from dynatree.engine.model.composite import KEY_MAPPING, without_report
 from dynatree.engine.model.fingerprint import model_fingerprint, with_numerics
 from dynatree.engine.model.generation_defaults import GenerationDefaults
@@ -265,6 +266,8 @@ def _load_model(
                 trust_remote_code=False,
                 **parallel,
             )
+        if method_of(config) is None:
+            check_scales(name, found["unexpected_keys"])
         if found["missing_keys"]:  # transformers gave these tensors random numbers
             raise StartupError(f"model {name} cannot be served: its checkpoint lacks {min(found['missing_keys'])}")
         fix_rotary(model)

@@ -13,7 +13,7 @@ from dynatree.common.limits import MAX_PRINCIPAL_LENGTH
 from dynatree.common.model_info import ModelInfo
 from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb
-from dynatree.draft.completion.generation import Backend, Chunk, Completed
+from dynatree.draft.completion.generation import NOTHING_RECEIVED, Backend, Chunk, Completed
 from dynatree.draft.completion.opening import open_generation
 from dynatree.draft.generate_call import GenerateCall, check_message
 from dynatree.draft.metrics import DraftMetrics
@@ -198,7 +198,8 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
                                 token_ids += event.token_ids
                             if isinstance(event, Completed):
                                 self._completed(call, index, event, completing)
-                                self._keep(call, generation.target, "".join((*texts, event.text)), token_ids)
+                                text = "".join((*texts, event.text))
+                                self._keep(call, index, generation.target, text, token_ids)
                             yield response_to_pb(event, index=index, started=started)
                             started = None
 
@@ -235,16 +236,23 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         }
         log.info("completion", extra={"fields": fields})
 
-    def _keep(self, call: GenerateCall, target: ModelInfo, text: str, token_ids: Sequence[int]) -> None:
+    def _keep(self, call: GenerateCall, index: int, target: ModelInfo, text: str, token_ids: Sequence[int]) -> None:
         """Keep a completion to compare draft models on and to train one on, unless its request says no.
 
-        If the client has the beginning from another draft service, only the rest is kept.
+        What its client received before, if it is a resumed completion, is part of its prompt here.
         """
         if not call.keeps:
             return
-        self._recent.add(call.prompt_ids, token_ids)
+        received = call.received if index == call.first else NOTHING_RECEIVED
+        before = [*call.prompt_ids, *received.token_ids]
+        self._recent.add(before, token_ids)
+
+        def read_prompt() -> str:
+            prompt = decoded(self._tokenizer, call.prompt_ids).text
+            return decoded(self._tokenizer, before).text[: len(prompt) + received.characters]
+
         if self._recorder is not None and self._recorder.wants(call.principal, target):
-            self._recorder.add(text, lambda: decoded(self._tokenizer, call.prompt_ids).text)
+            self._recorder.add(text, read_prompt)
 
     def _failed(self, context: Context, error: BaseException) -> None:
         """Count and log a failed request; of requests in a row that find no verify service ready, only the first."""

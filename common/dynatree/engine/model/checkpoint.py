@@ -30,6 +30,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SAMPLES = 16  # samples of each tensor
 _SAMPLE_BYTES = 512
+_COMPARED_ROWS = 4096  # of two tensors at a time
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors files
+_SCALES = r"\.(weight_scale(_inv|_2)?|weight_packed|qweight|qzeros|weight\.absmax)$"
 
 
 class Checkpoint:
@@ -45,7 +48,8 @@ class Checkpoint:
         Args:
             folder: Folder with the safetensors files.
             name: Name of the model, for messages.
-            model: Model that the tensors belong to, which also gives the dtype.
+            model: Model that the tensors belong to, which also gives the dtype. As in `from_pretrained`, it keeps no
+                tied weights that have different values in the files, whatever its configuration says.
 
         Raises:
             StartupError: There are no safetensors files.
@@ -59,6 +63,12 @@ class Checkpoint:
         files = files_of(folder, name)
         named = names_in(model, files)
         self._files = {ours: (files[theirs], theirs) for theirs, ours in named.items()}
+        for name, other in list(model.all_tied_weights_keys.items()):
+            if name in self and other in self and not self._are_equal(name, other):
+                del model.all_tied_weights_keys[name]
+                owner, _, last = name.rpartition(".")
+                weight = torch.empty_like(model.get_parameter(name))
+                setattr(model.get_submodule(owner), last, nn.Parameter(weight, requires_grad=False))
 
     def identity(self) -> str:
         """Return a hash of the dtype, of the files' names, sizes and times, and of samples of every tensor.
@@ -92,13 +102,26 @@ class Checkpoint:
             value = own if name in buffers else nn.Parameter(own, requires_grad=False)
             setattr(module.get_submodule(owner), last, value)
         if isinstance(module, PreTrainedModel):
-            module.tie_weights()
+            module.tie_weights(recompute_mapping=False)
         missing = [prefix + name for name, each in module.named_parameters() if each.is_meta]
         missing += [name for name in buffers if name not in self and not self._may_lack(name)]
         if missing:
             raise StartupError(
                 f"model {self.name}: its layers cannot be offloaded, because its checkpoint does not contain "
                 f"{missing[0]} in the form that the model uses"
+            )
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and, in the dtype of the first, the same values."""
+        if self.shape(one) != self.shape(other):
+            return False
+        (path, first), (other_path, second) = self._files[one], self._files[other]
+        dtype = self._dtypes.get(one, self._dtype)
+        with safe_open(self._folder / path, "pt") as file, safe_open(self._folder / other_path, "pt") as other_file:
+            rows, other_rows = file.get_slice(first), other_file.get_slice(second)
+            return all(
+                torch.equal(rows[at : at + _COMPARED_ROWS].to(dtype), other_rows[at : at + _COMPARED_ROWS].to(dtype))
+                for at in range(0, self.shape(one)[0], _COMPARED_ROWS)
             )
 
     def _may_lack(self, name: str) -> bool:
@@ -161,13 +184,41 @@ def files_of(folder: Path, name: str) -> dict[str, str]:
         StartupError: There are no safetensors files.
     """
     try:
-        if (folder / _INDEX).exists():
+        if (folder / _INDEX).exists() and not (folder / _SINGLE).exists():  # as transformers chooses
             files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
             return files
         with safe_open(folder / _SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), _SINGLE)
     except (OSError, KeyError, ValueError) as error:
         raise StartupError(f"model {name} has no safetensors files, the only format that is read") from error
+
+
+def stored_dtype(folder: Path, name: str) -> torch.dtype | None:
+    """Return the dtype of a checkpoint's first floating-point tensor; None if there is none in 16 or 32 bits.
+
+    transformers takes it where a configuration names no dtype.
+
+    Raises:
+        StartupError: There are no safetensors files.
+    """
+    first = min(files_of(folder, name).values(), default=_SINGLE)
+    with safe_open(folder / first, "pt") as file:
+        kinds = (_FLOATS.get(file.get_slice(each).get_dtype()) for each in file.keys())  # noqa: SIM118
+        return next((kind for kind in kinds if kind is not None), None)
+
+
+def check_scales(name: str, tensors: Iterable[str]) -> None:
+    """Refuse tensors of quantised weights in a checkpoint whose configuration names no quantization.
+
+    Raises:
+        StartupError: There are such tensors. Without them, the weights would be other numbers.
+    """
+    scales = [each for each in tensors if re.search(_SCALES, each)]
+    if scales:
+        raise StartupError(
+            f"model {name} cannot be served: its checkpoint has {min(scales)}, but its config.json has no "
+            "quantization_config that uses it"
+        )
 
 
 def _samples(path: Path) -> Iterator[bytes]:

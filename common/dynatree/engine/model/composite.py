@@ -60,6 +60,8 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     if text.model_type in _SAME:
         values = text.to_dict()
         rope = {name: each for name, each in values["rope_parameters"].items() if not name.startswith("mrope")}
+        if text.model_type == "qwen3_vl_moe_text":
+            values["norm_topk_prob"] = True  # its routers always normalise
         text = CONFIG_MAPPING[_SAME[values.pop("model_type")]](**values | {"rope_parameters": rope})
     for name in ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings"):  # as transformers reads them
         value = getattr(config, name, None)

@@ -118,6 +118,11 @@ def size_text(size: int) -> str:
 
 
 def _check_config(folder: Path) -> None:
+    if (folder / "adapter_config.json").exists():
+        raise StartupError(
+            f"model {folder.name} has an adapter (adapter_config.json), which DynaTree does not apply; merge it into "
+            "its base model"
+        )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -171,7 +176,7 @@ def _check_hub_name(name: str) -> None:
     if find_spec("huggingface_hub") is None:
         return  # a later import fails with advice on how to install it
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
     try:
@@ -187,6 +192,13 @@ def _check_hub_name(name: str) -> None:
             return
         except GatedRepoError:
             raise StartupError(f"model {name} on the hub requires access; expected an HF_TOKEN that has it") from None
+        except EntryNotFoundError:
+            if not cached:
+                raise StartupError(
+                    f"model {name} on the hub has no config.json; expected a whole checkpoint: download a GGUF file "
+                    "and name its path, or merge an adapter into its base model"
+                ) from None
+            return
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status in (401, 404) and not cached:

@@ -6,7 +6,7 @@ that changes greedy tokens is either adopted or refused. Three groups need neith
 - Fields that matter only in sampling, beam search or assistance (`do_sample`, `temperature`, `top_k`, ...). Requests
   are greedy unless they ask for sampling; a checkpoint never makes a request sample.
 - Lengths (`max_length`, `max_new_tokens`), which every request sets for itself.
-- Fields that choose a cache, a compiler or an output format.
+- Fields that choose a compiler, an output format, or a cache that keeps keys and values unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -30,11 +31,11 @@ WITHOUT_EFFECT = frozenset(
         # beam search; without num_beams there is none
         *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "num_return_sequences"),
         # assistance, which changes no greedy token
-        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
         *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp"),
         # caches and speed
-        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "compile_config"),
+        *("use_cache", "cache_config", "max_cache_len", "low_memory", "compile_config"),
         *("disable_compile", "continuous_batching_config", "prefill_chunk_size"),
         # output formats and other token ids
         *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
@@ -42,7 +43,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 # Values, besides None, False and empty lists, with which `generate()` does not change logits or stopping.
-NEUTRAL: dict[str, float] = {
+NEUTRAL: dict[str, object] = {
     "num_beams": 1,
     "min_length": 0,
     "min_new_tokens": 0,
@@ -52,12 +53,19 @@ NEUTRAL: dict[str, float] = {
     "guidance_scale": 1.0,
     "penalty_alpha": 0.0,
 }
+_ROUNDED_CACHE = "quantized"  # a `cache_implementation`; the others keep all bits of keys and values
 
 
 def adopt_generation_config(model: PreTrainedModel, where: str | Path) -> None:
-    """Give a model from `skeleton` the generation_config of its folder or hub name, if there is one."""
-    with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(where)
+    """Give a model from `skeleton` the generation_config of its folder or hub name, or of its config.json's fields.
+
+    `from_pretrained` does the same.
+    """
+    others: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+    for options in ({}, others):
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(where, **options)
+            return
 
 
 @dataclass(frozen=True)
@@ -106,5 +114,7 @@ def _changes_tokens(name: str, value: object) -> bool:
     """Whether this value of a field changes greedy tokens in an unsupported way; an unknown field is assumed to."""
     if name.startswith("_") or name in ADOPTED or name in WITHOUT_EFFECT:
         return False
+    if name == "cache_implementation":
+        return value == _ROUNDED_CACHE
     neutral = value is None or value is False or value == [] or (name in NEUTRAL and value == NEUTRAL[name])
     return not neutral

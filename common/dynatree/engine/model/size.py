@@ -14,8 +14,7 @@ from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 
 def parameters_of(model: PreTrainedModel) -> int:
     """Return the number of a model's parameters."""
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    output: Any = model.get_output_embeddings() if tied else None  # type: ignore[no-untyped-call]
+    output: Any = model.get_output_embeddings() if model.all_tied_weights_keys else None  # type: ignore[no-untyped-call]
     count = sum(weight.numel() for weight in model.parameters())
     for each in model.modules():
         if isinstance(each, QuantizedLinear) and each is not output:

@@ -60,9 +60,13 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         StartupError: The tokenizer is missing or cannot be read.
     """
     check_path(model)
-    loader: Any = PreTrainedTokenizerFast if architecture_of(model) in _GENERAL else AutoTokenizer
+    loader: Any = AutoTokenizer
+    options: dict[str, Any] = {"mistral_format": False}  # whether or not mistral-common is installed
+    if architecture_of(model) in _GENERAL:
+        loader, options = PreTrainedTokenizerFast, {}
     try:
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(**checkpoint_of(model), trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase
+        tokenizer = loader.from_pretrained(**checkpoint_of(model), **options, trust_remote_code=False)
         if is_gguf(model):
             from dynatree.engine.model.gguf_tokenizer import mend  # with transformers' reader, which imports torch
 

@@ -17,7 +17,7 @@ from dynatree.engine.cpu.native import is_native
 from dynatree.engine.device import chosen_device
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.engine.kv.kv_cache import KVShape
-from dynatree.engine.model.checkpoint import Checkpoint
+from dynatree.engine.model.checkpoint import Checkpoint, check_scales
 from dynatree.engine.model.files import size_text
 from dynatree.engine.model.generation_defaults import adopt_generation_config
 from dynatree.engine.model.skeleton import skeleton
@@ -223,7 +223,9 @@ def checkpoint_of(settings: ModelSettings, name: str, model: PreTrainedModel) ->
         wanted, others = ["*.safetensors", "*.json"], ["*/*", "consolidated*"]  # the same weights in other forms
         folder = Path(snapshot_download(settings.model, allow_patterns=wanted, ignore_patterns=others))
     adopt_generation_config(model, folder)
-    return Checkpoint(folder, name, model)
+    checkpoint = Checkpoint(folder, name, model)
+    check_scales(name, set(checkpoint) - model.state_dict().keys())
+    return checkpoint
 
 
 def dtype_of(settings: ModelSettings, config: PretrainedConfig) -> torch.dtype:

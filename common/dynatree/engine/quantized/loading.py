@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
@@ -57,6 +58,11 @@ def quantized_model(
     check_rounding(settings.model, settings.weights)
     if not is_file and method_of(config) is None:
         return None
+    if not is_file and method_of(config) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise StartupError(
+            f"model {name} cannot be served: transformers does not know its quant_method, {method_of(config)!r}, and "
+            "would ignore the scales of its weights"
+        )
     ours = is_file or unpacked_here(config, device)
     if not ours and settings.resident_layers not in (None, ALL_LAYERS):
         raise StartupError(f"model {name} has quantised weights, which do not go together with --resident-layers")

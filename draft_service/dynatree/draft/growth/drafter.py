@@ -330,17 +330,17 @@ class Drafter:
     def _unread(self, session: DraftSession, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """The nodes to read before all nodes of a level have proposals, parents first.
 
-        Nodes that a grammar gave their only proposal are read together with the first node below them that needs it.
+        A node may have proposals without a slot: a grammar gave it its only one, or its slot was freed to make room
+        (`_makes_room`). It is read, or read again, together with the first node below it that is read.
         """
-        unread = [node for node in level if not tree.is_expanded(node)]
-        if tree.node(ROOT).grammar is None:
-            return unread
-        wanted = set(unread)
-        for node in unread:
+        wanted = {node for node in level if not tree.is_expanded(node)}
+        for node in sorted(wanted):
             while node != ROOT:
                 node = tree.parent(node)
-                if tree.node(node).slot is None and (node != ROOT or session.num_cached < len(session.context)):
-                    wanted.add(node)
+                unread = session.num_cached < len(session.context) if node == ROOT else tree.node(node).slot is None
+                if not unread:
+                    break
+                wanted.add(node)
         return sorted(wanted)
 
     def _expanding(
