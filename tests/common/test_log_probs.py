@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,6 +240,20 @@ def test_equally_likely_tokens_come_by_their_ids(dtype: torch.dtype) -> None:
     values, likeliest = log_probs_of(logits, range(70), 6)
     assert [[token for token, _ in each] for each in likeliest] == [[100, 200, 299, 0, 1, 2]] * 70
     assert values[0] == likeliest[0][3][1] == pytest.approx(logits[0].double().log_softmax(-1)[0].item())
+
+
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_a_row_with_nan_has_no_log_probs_and_changes_no_other(count: int) -> None:
+    """A service must report it, so it raises nothing here."""
+    logits = torch.randn(70, 40, generator=torch.Generator().manual_seed(0))
+    right = log_probs_of(logits, [3] * 70, 4)
+    for row in (5, 69):
+        logits[row, :count] = math.nan
+        values, likeliest = log_probs_of(logits, [3] * 70, 4)
+        assert math.isnan(values[row])
+        assert all(math.isnan(value) for _, value in likeliest[row])
+        assert values[:5] + values[6:69] == right[0][:5] + right[0][6:69]
+        assert likeliest[:5] + likeliest[6:69] == right[1][:5] + right[1][6:69]
 
 
 def test_the_likeliest_tokens_are_never_more_than_there_are() -> None:

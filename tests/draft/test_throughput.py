@@ -1,11 +1,13 @@
 """Tests the decisions of the policy `throughput`."""
 
+import math
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
+from dynatree.common.pass_statistics import PassStatistics
 from dynatree.common.tree import ROOT
 from dynatree.draft.control.round_costs import Costs, RoundCost
 from dynatree.draft.policies import create_policy
@@ -110,16 +112,16 @@ def rounds_with_forwards(policy, rounds, level):
 
 
 def test_throughput_hardly_tries_a_draft_that_could_not_pay_were_it_perfect():
-    assert rounds_with_forwards(create_policy("throughput", {}, dear_draft()), 200, level=0.02) == [63, 127, 191]
+    """A trial takes as long as two plain steps, so the next one has to wait for 64 times that."""
+    assert rounds_with_forwards(create_policy("throughput", {}, dear_draft()), 200, level=0.02) == [63, 189]
 
 
 def test_a_session_begins_with_a_pause_where_those_before_it_had_no_use_for_the_draft():
-    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.009)))
-    first = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
-    second = rounds_with_forwards(create_policy("throughput", {}, costs), 100, level=0.009)
-    assert first[0] == 0
-    assert second[0] == 7
-    assert len(second) < len(first)
+    costs = Costs(measured((1, 0.01), (16, 0.011)), measured((4, 0.002)))
+    policies = (create_policy("throughput", {}, costs) for _ in range(3))
+    first, second, third = (rounds_with_forwards(policy, 100, level=0.002) for policy in policies)
+    assert (first[0], second[0], third[0]) == (0, 3, 7)
+    assert len(second) < len(first) / 4
 
 
 def test_what_a_forward_takes_to_catch_up_after_a_pause_is_not_its_usual_cost():
@@ -272,58 +274,158 @@ def test_a_draft_that_is_sure_and_always_wrong_costs_little(points):
     assert rate > 0.95 / plain
 
 
-def speeds_of_sessions(shares, forward, reading, costs=None):
-    """Run a session of 60 rounds for each share of positions at which the draft's first guess is right.
+STEEP = ((1, 0.1), (2, 0.102), (4, 0.108), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8))
+DEAR = ((1, 0.1), (2, 0.15), (4, 0.2), (8, 0.3), (16, 0.5), (32, 1.0), (64, 2.0))
 
-    A plain step takes 0.1 s, a forward pass of the draft `forward` seconds, and its prefill `reading`. Return each
-    session's tokens per plain step.
+
+@dataclass(frozen=True)
+class Session:
+    """A simulated session.
+
+    Attributes:
+        share: Share of positions at which the draft's first guess is right.
+        reading: Seconds of the draft's prefill.
+        tokens: Tokens after which the target ends the completion.
+        most: Most tokens that the request allows.
     """
-    seconds = seconds_of(STEEP)
-    costs = costs or Costs(measured(*STEEP), measured((4, forward)))
+
+    share: float
+    reading: float = 0.05
+    tokens: int = 60
+    most: int = 1000
+
+
+def speeds_of_sessions(sessions, forward, costs=None, points=STEEP):
+    """Run sessions one after the other, and return each one's tokens per plain step.
+
+    A plain step takes 0.1 s, and a forward pass of the draft `forward` seconds.
+    """
+    seconds = seconds_of(points)
+    costs = costs or Costs(measured(*points), measured((4, forward)))
     generator, speeds = random.Random(2), []
-    for session, share in enumerate(shares):
+    for number, session in enumerate(sessions):
         policy = create_policy("throughput", {}, costs)
-        unread, tokens, spent = reading, 0, 0.0
-        if policy.reads_prompt(reading, 60):
-            unread, spent = 0.0, reading
-        for number in range(60):
-            context = (1000 + number + 100 * session,)
-            tree, selected, forwards = grow(policy, constant(0.8, 0.1, 0.1), context=context, unread=unread)
+        unread, tokens, spent = session.reading, 0, 0.0
+        if policy.reads_prompt(unread, session.most):
+            unread, spent = 0.0, unread
+        while tokens < session.tokens:
+            context, room = (1000 + tokens + 1000 * number,), session.most - tokens - 1
+            tree, selected, forwards = grow(
+                policy, constant(0.8, 0.1, 0.1), context=context, max_depth=room, unread=unread
+            )
             sent = tree.freeze(selected)
-            accepted = path_of(sent, share, generator)
+            accepted = path_of(sent, session.share, generator)[: session.tokens - tokens - 1]
             verify, draft = seconds(len(sent), forwards), forward * forwards
             if forwards:
                 draft, unread = draft + unread, 0.0
             policy.observe(outcome_of(sent, accepted, verify=verify, draft=draft, levels=forwards))
             tokens += len(accepted) + 1
             spent += verify + draft
+        policy.end()
         speeds.append(tokens / spent * 0.1)
     return speeds
-
-
-STEEP = ((1, 0.1), (2, 0.102), (4, 0.108), (8, 0.12), (16, 0.2), (32, 0.4), (64, 0.8))
 
 
 @pytest.mark.parametrize("reading", [0.05, 1.0, 6.0])
 @pytest.mark.parametrize("forward", [0.005, 0.05, 0.2])
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_useless_draft_costs_sessions_no_more_than_its_trials(share, forward, reading):
-    speeds = speeds_of_sessions([share] * 30, forward, reading)
-    assert statistics.mean(1 / speed for speed in speeds[5:]) < 1 / 0.97
+    speeds = speeds_of_sessions([Session(share, reading)] * 30, forward)
+    assert statistics.harmonic_mean(speeds[5:]) > 0.97
 
 
-@pytest.mark.parametrize(("forward", "reading", "sessions"), [(0.005, 0.3, 4), (0.03, 0.3, 30)])
-def test_a_draft_that_becomes_good_is_used_again(forward, reading, sessions):
-    *_, last = speeds_of_sessions([0.0] * 12 + [0.8] * sessions, forward, reading)
-    good = speeds_of_sessions([0.8] * 6, forward, reading)
-    assert last > 0.9 * min(good) > 1.2
+@pytest.mark.parametrize(
+    ("tokens", "forward", "points"),
+    [
+        *((3, 0.02, STEEP), (10, 0.01, DEAR)),
+        *(
+            pytest.param(*each, STEEP, marks=pytest.mark.long)
+            for each in ((3, 0.05), (6, 0.01), (10, 0.05), (20, 0.02))
+        ),
+    ],
+)
+def test_a_useless_draft_costs_short_sessions_no_more(tokens, forward, points):
+    """Each of these sessions ends before its pauses become long."""
+    speeds = speeds_of_sessions([Session(0.0, 0.0, tokens)] * (1200 // tokens), forward, points=points)
+    assert statistics.harmonic_mean(speeds[len(speeds) // 2 :]) > 0.98
+
+
+def test_a_draft_that_suits_every_other_session_costs_short_sessions_no_more():
+    speeds = speeds_of_sessions([Session(0.0, tokens=3), Session(0.8, tokens=3)] * 150, 0.02)
+    assert statistics.harmonic_mean(speeds[100:]) > 0.98
+
+
+def test_a_draft_that_paid_for_long_has_no_time_for_more_trials_once_it_does_not():
+    speeds = speeds_of_sessions([Session(0.8, tokens=200)] * 40 + [Session(0.0, reading=1.0)] * 10, 0.02)
+    assert statistics.harmonic_mean(speeds[40:]) > 0.92
+
+
+@pytest.mark.parametrize(("forward", "tokens", "sessions"), [(0.005, 60, 4), (0.03, 60, 30), (0.02, 10, 20)])
+def test_a_draft_that_becomes_good_is_used_again(forward, tokens, sessions):
+    useless, good = Session(0.0, 0.0, tokens), Session(0.8, 0.0, tokens)
+    speeds = speeds_of_sessions([useless] * (720 // tokens) + [good] * (sessions + 5), forward)
+    found = statistics.harmonic_mean(speeds[-5:])
+    assert found > 0.9 * statistics.harmonic_mean(speeds_of_sessions([good] * 10, forward)) > 1.1
+
+
+def test_a_draft_that_was_never_right_is_still_tried_with_nodes():
+    costs = Costs(measured(*STEEP), measured((4, 0.01)))
+    speeds_of_sessions([Session(0.0)] * 5, 0.01, costs)
+    for _ in range(1000):
+        costs.track_record.calibration.observe(math.log(0.8), accepted=False)
+    assert statistics.harmonic_mean(speeds_of_sessions([Session(0.8)] * 10, 0.01, costs)[5:]) > 1.5
 
 
 def test_a_good_draft_reads_each_prompt_that_is_worth_it():
     """The draft makes 100 tokens at least 4 seconds faster."""
     costs = Costs(measured(*STEEP), measured((4, 0.005)))
-    speeds_of_sessions([0.8] * 10, 0.005, 0.3, costs)
+    speeds_of_sessions([Session(0.8, 0.3, 200)] * 10, 0.005, costs)
     assert create_policy("throughput", {}, costs).reads_prompt(2.0, 100)
     assert not create_policy("throughput", {}, costs).reads_prompt(2.0, 5)
     assert not create_policy("throughput", {}, costs).reads_prompt(10.0, 100)
     assert create_policy("fixed", {}, costs).reads_prompt(10.0, 100)
+
+
+@pytest.mark.parametrize(("reading", "tokens"), [(3.0, 20), (1.0, 5)])
+def test_a_good_draft_reads_no_long_prompts_of_short_completions(reading, tokens):
+    speeds = speeds_of_sessions([Session(0.8, reading, tokens)] * 10, 0.02)
+    assert min(speeds[2:]) > 0.97
+
+
+def test_a_prompt_is_read_later_if_its_completion_is_longer_than_usual():
+    short, long = Session(0.8, 1.0, 5), Session(0.8, 1.0, 300)
+    *_, last = speeds_of_sessions([short] * 10 + [long], 0.02)
+    assert last > 0.9 * speeds_of_sessions([long], 0.02)[0] > 1.2
+
+
+def complete(costs, *, tokens, most):
+    """Run one completion without accepted nodes."""
+    policy = create_policy("throughput", {}, costs)
+    for done in range(tokens):
+        tree, selected, _ = grow(policy, constant(0.4, 0.3, 0.3), max_depth=most - done - 1)
+        policy.observe(outcome_of(tree.freeze(selected), ()))
+    policy.end()
+    return costs.track_record.usual_tokens
+
+
+def test_the_usual_length_is_learnt_from_completions_that_their_limit_did_not_end():
+    costs = Costs()
+    assert [complete(costs, tokens=0, most=1), *(complete(costs, tokens=5, most=5) for _ in range(3))] == [256] * 4
+    assert [complete(costs, tokens=5, most=100) for _ in range(3)] == [256, 5, 5]
+    assert [complete(costs, tokens=9, most=9) for _ in range(4)] == [5, 9, 9, 9]
+
+
+def test_a_session_begins_with_the_price_of_a_row_if_others_are_open():
+    def price(policy):
+        tree, selected, forwards = grow(policy, constant(0.6, 0.2, 0.2))
+        learnt = policy.parameters()["row_price"]
+        outcome = outcome_of(tree.freeze(selected), (), levels=forwards)
+        policy.observe(replace(outcome, pass_statistics=PassStatistics(sessions=2, row_price=0.3, open_sessions=2)))
+        return learnt
+
+    costs = free_nodes()
+    sessions = [create_policy("throughput", {}, costs) for _ in range(3)]
+    assert [price(policy) for policy in sessions] == [0.0, 0.3, 0.3]
+    for policy in sessions[:2]:
+        policy.end()
+    assert price(create_policy("throughput", {}, costs)) == 0.0

@@ -32,6 +32,7 @@ from dynatree.engine.cpu import native_runner
 from dynatree.engine.cpu.native_program import Program
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.engine import Engine
+from dynatree.engine.forward.not_finite import check_weights
 from dynatree.engine.gpu.decisions import chosen
 from dynatree.engine.kv.prefix_cache import LEAST, PrefixCache
 from dynatree.engine.loading import load_engine
@@ -454,6 +455,15 @@ def test_weights_that_are_not_finite_are_refused_at_the_start(
                 StartupError, match=r"model model cannot be served: its weight .* holds NaN or infinity"
             ):
                 load_engine(settings_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_weights_of_8_bits_are_checked(dtype: torch.dtype) -> None:
+    weight = torch.zeros(1100, 1000).to(dtype)  # more than are converted at a time
+    check_weights("m", [("weight", weight.t())])
+    weight.view(torch.uint8)[-1, -1] = 0x7F  # NaN
+    with pytest.raises(StartupError, match="its weight weight holds NaN or infinity"):
+        check_weights("m", [("weight", weight.t())])
 
 
 # Drafts

@@ -65,7 +65,7 @@ def attention(heads: int, kv_heads: int, dim: int, dtype: str, arch: int, narrow
     strides = {"cache_value": "i64", "cache_head": "i64", "scale": "fp32"}
     shared = {
         **dict.fromkeys(["query", "key", "value", "cache"], numbers),
-        **dict.fromkeys(["tiles", "rows_of", "slots"], "*i32"),
+        **dict.fromkeys(["tiles", "rows_of", "slots", "faulty"], "*i32"),
         **pointer,
         **dict.fromkeys(["q_head", "q_row", "k_head", "k_row", "v_head", "v_row"], "i32"),
         **strides,
@@ -135,7 +135,7 @@ def choosing(dtype: str, arch: int) -> dict[str, Kernels]:
             ["temperatures", "best", "highest", "part_values", "values", "bases", "sums", "chances"], "*fp32"
         ),
         **dict.fromkeys(["limits", "positions", "places", "token_ids", "parents", "slots", "homes", "moves"], "*i32"),
-        **dict.fromkeys(["part_ids", "ids"], "*i32"),
+        **dict.fromkeys(["part_ids", "ids", "faulty"], "*i32"),
         **dict.fromkeys(["vocab_size", "row_stride", "stream", "parts", "rows"], "i32"),
         **dict.fromkeys(["seeds", "choices"], "*i64"),
         **{"logits": f"*{dtype}", "data": f"*{dtype}", "stride": "i64", "out": "*fp32"},
@@ -149,7 +149,7 @@ def choosing(dtype: str, arch: int) -> dict[str, Kernels]:
     for noisy in (False, True):
         kernels[f"best {noisy}"] = built(choosing_kernels.best_of_parts, noisy=noisy, size=1024, padded_parts=64)
     kernels["ranked"] = built(choosing_kernels.ranked_parts, size=1024, breadth=16)
-    kernels["choices"] = built(choosing_kernels.choices_of_rows, none=-1, padded_parts=64)
+    kernels["choices"] = built(choosing_kernels.choices_of_rows, none=-1, fault=-2, padded_parts=64)
     kernels["accepted"] = built(choosing_kernels.accepted_moves, block=64)
     kernels["move"] = built(choosing_kernels.move_slots, warps=1, dim=80, padded_dim=128)
     for parts in (64, 256):

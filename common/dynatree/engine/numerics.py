@@ -8,6 +8,7 @@ from dynatree.engine.cpu.native import is_native, multiplies_pairs
 from dynatree.engine.cpu.native_runner import NativeRunner
 from dynatree.engine.cpu.quantized_linear import QuantizedLinear
 from dynatree.engine.engine import Engine
+from dynatree.engine.gpu.row_runner import RowRunner
 from dynatree.engine.weights.quantized_weight import format_names
 
 
@@ -40,6 +41,7 @@ def numerics_of(engine: Engine, devices: int = 1, weights: str = "auto") -> str:
             names += [f"torch with {'AMX' if amx else torch.backends.cpu.get_cpu_capability()}"]
             # with AMX, oneDNN multiplies by the resident weights, and the project's kernels by the offloaded ones
             names += [f"{engine.info.streamed_bytes} streamed bytes"] if amx and engine.source else []
-    names += [f"{engine.most_rows} rows"] if engine.most_rows else []
+    if isinstance(engine.runner, RowRunner):
+        names += [f"{'/'.join(str(each.sizes.rows) for each in engine.runner.forwards)} rows"]
     names += [f"{devices} devices"] if devices > 1 else []
     return ", ".join(names)

@@ -19,6 +19,7 @@ from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.common.tree import TokenTree
 from dynatree.engine.gpu import decisions
 from dynatree.engine.gpu.decisions import (
+    FAULTY,
     accepted,
     choices_by_triton,
     chosen,
@@ -89,6 +90,9 @@ def test_choices_are_those_of_torch_to_the_bit(dtype: torch.dtype, sampled: bool
     assert (NOT_CHOSEN in choices.tolist()) == harm
     if harm and not sampled:
         assert choices[0] == 3, "of equal logits the lowest token is chosen"
+    faulty = torch.arange(len(logits), dtype=torch.int32) % 2
+    choices = choices_by_triton(logits, temperatures, seeds, positions, faulty)
+    assert choices.tolist() == expected.masked_fill(faulty > 0, FAULTY).tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -21,6 +21,7 @@ from dynatree.engine.gpu import fixed_rows
 from dynatree.engine.gpu.fixed_rows import gives_equal_bits, round_seconds, with_default_rows, with_fixed_rows
 from dynatree.engine.gpu.kept_rows import KeptRows
 from dynatree.engine.loading import load_engine
+from dynatree.engine.numerics import numerics_of
 from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import save_random_model
 
@@ -223,6 +224,12 @@ def test_a_file_is_refused_where_torch_finds_no_gpu(tmp_path: Path) -> None:
     save_random_model(tmp_path / "m", "llama", seed=1)
     with pytest.raises(StartupError, match="--fixed-rows-file keeps a number that is measured on a GPU only"):
         load_engine(ModelSettings(str(tmp_path / "m"), device="cpu", fixed_rows_file=tmp_path / "rows.json"))
+
+
+def test_other_numbers_of_rows_are_other_numerics(eager: Any) -> None:
+    names = {counts: numerics_of(with_fixed_rows(eager, counts, 2, 600)) for counts in ((16,), (8, 16), (4, 8, 16))}
+    assert [name.split(", ")[-1] for name in names.values()] == ["16 rows", "8/16 rows", "4/8/16 rows"]
+    assert "rows" not in numerics_of(eager)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

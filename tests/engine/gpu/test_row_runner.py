@@ -55,6 +55,25 @@ def test_trees_of_every_size_give_the_same_logits_and_slots(engines):
 
 
 @torch.inference_mode()
+def test_a_tree_may_be_as_deep_as_it_has_nodes(tmp_path):
+    """Its first branch is deeper than a prompt's piece is long, and the root of its second one ends a block of keys."""
+    folder = save_random_model(tmp_path / "model", "llama", seed=4, max_position_embeddings=512)
+    settings = {"sessions": 1, "speculative_slots": 400, "max_context": 500}
+    parents = [*range(-1, 299), -1, *range(300, 399)]
+    mask = ancestor_mask(parents)
+    positions = [63 + depth for depth in (mask.sum(1) - 1).tolist()]
+    tokens = random.Random(6).choices(range(2, 2048), k=64 + len(parents))
+    results = []
+    for rows in ((), (32,), (512,)):
+        engine = load_engine(ModelSettings(str(folder), dtype="float32", fixed_rows=rows, **settings))
+        kv = engine.kv_cache.reserve(len(tokens))
+        engine.forward([Segment(kv, 0, tokens[:63], range(63), keep=[])])
+        results.append(engine.forward([Segment(kv, 63, tokens[63:], positions, mask=mask)])[0])
+    for fixed in results[1:]:
+        torch.testing.assert_close(fixed, results[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
 def test_a_mask_may_reach_back_before_the_segment(engines):
     """A level of the draft's tree sees some of the nodes that were read before it."""
     prompt = list(range(50, 62))

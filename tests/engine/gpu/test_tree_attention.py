@@ -204,16 +204,25 @@ def test_windows_chunks_caps_and_sinks(way: Way, rule: str) -> None:
     torch.testing.assert_close(output[: len(expected)].double(), expected, rtol=1e-5, atol=4e-6)
 
 
-def test_numbers_that_are_none_are_stored_as_zeros(way: Way) -> None:
-    segments = [Segment(KVRange(0, 100), 3, [0, 0], [3, 4])]
-    buffers = filled(RowSizes(4, tile_rows(1, 1), 1), segments)
-    query, key, value = tensors(1, 1, 4, 64, torch.float32)
+def test_numbers_that_are_none_are_stored_as_zeros_and_marked(way: Way) -> None:
+    """The first layer stores them; the second, which stores none, leaves the marks."""
+    segments = [Segment(KVRange(0, 100), 3, [0] * 3, [3, 4, 5]), Segment(KVRange(100, 100), 0, [0] * 2, [0, 1])]
+    buffers = filled(RowSizes(8, tile_rows(2, 2), 2), segments)
+    query, key, value = tensors(2, 2, 8, 64, torch.float32)
+    whole = key.clone(), value.clone()
     key[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-    value[0, 1, 5] = math.nan
-    layer = torch.zeros(2, 1, SLOTS + 1, 64)
-    assert way(query, key, value, layer, buffers.plan, Scores(0.1)).isfinite().all()
-    assert layer.isfinite().all()
-    assert layer[0, 0, 3, :4].tolist() == [0.0, 0.0, 0.0, key[0, 0, 3].item()]
+    value[1, 2, 5] = math.nan
+    key[1, 4, 63] = -math.inf
+    key[0, 6, 0] = math.nan  # padding, which is not stored
+    for each in ((key, value), whole):
+        layer = torch.zeros(2, 2, SLOTS + 1, 64)
+        assert way(query, *each, layer, buffers.plan, Scores(0.1)).isfinite().all()
+        assert layer.isfinite().all()
+        assert layer[0, 0, 3, 3] == key[0, 0, 3]
+        assert bool(layer[0, 0, 3, :3].any()) == (each is whole)
+        assert buffers.faulty.tolist() == [1, 0, 1, 0, 1, 0, 0, 0]
+    buffers.fill((), ())
+    assert not buffers.faulty.any()
 
 
 @pytest.mark.long

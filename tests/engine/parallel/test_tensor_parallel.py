@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dynatree.client import Client
 from dynatree.common.errors import StartupError
@@ -188,9 +189,24 @@ forward()
 """
 
 
-def run_forwards(tmp_path: Path, then: str) -> subprocess.CompletedProcess[str]:
+OVERFLOWING = """
+from dynatree.engine.forward.tree_mask import ancestor_mask
+
+for token in (1998, 1999):
+    kv = engine.kv_cache.reserve(6)
+    engine.forward([Segment(kv, 0, [5, 6], range(2))])
+    tree = Segment(kv, 2, [7, token, 8, 9], [2, 3, 4, 3], mask=ancestor_mask((-1, 0, -1)))
+    print(engine.forward([tree])[0].isfinite().all(1).tolist(), kv.broken)
+    prompt = engine.forward([Segment(kv, 2, [7, token, 8], range(2, 5))])[0]
+    print(prompt.isfinite().any().item(), kv.broken)
+    print(engine.forward([Segment(kv, 5, [9], [5])])[0].isfinite().any().item(), kv.broken)
+    engine.kv_cache.release(kv)
+"""
+
+
+def run_forwards(tmp_path: Path, then: str, target: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a process that leads two ranks, with a fault."""
-    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    target = target or save_random_model(tmp_path / "target", "llama", seed=1)
     command = [sys.executable, "-c", FORWARDS + then, str(target)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
@@ -210,6 +226,25 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     assert "a forward pass has taken 2 s; a rank of the model may hang" in lines
     assert "a rank of the model has hung for 4 s, so the service ends" in lines
     assert not is_running(int(done.stdout))
+
+
+@pytest.mark.long
+def test_heads_of_a_follower_that_overflow_count_on_rank_0(tmp_path: Path) -> None:
+    """The first layer's second key head, which is the follower's, overflows at one token; its second value head, too.
+
+    In a tree only the tokens that see this token depend on it, and after a prompt all later ones.
+    """
+    target = save_random_model(tmp_path / "target", "llama", seed=1)
+    tensors = load_file(target / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    for column, (token, name) in enumerate(((1998, "k_proj"), (1999, "v_proj"))):
+        embeddings[:, column] = 0.0
+        embeddings[token] = 0.0
+        embeddings[token, column] = 1.0
+        tensors[f"model.layers.0.self_attn.{name}.weight"][16:, column] = 3e38
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    done = run_forwards(tmp_path, OVERFLOWING, target)
+    assert done.stdout.splitlines() == 2 * ["[True, False, False, True] False", "False True", "False True"], done
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,12 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> tuple[tu
 def _likeliest(logits: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest logits of each row, `[rows, count]`, largest first, lowest id first among equals.
 
-    `topk` determines the smallest of these logits, but chooses arbitrarily among logits that equal it.
+    `topk` determines the smallest of these logits, but chooses arbitrarily among logits that equal it. NaN counts as
+    the largest.
     """
-    least = logits.topk(count, dim=-1).values[:, -1:]  # [rows, 1]
-    if bool(least.isneginf().any()):  # a grammar allows fewer tokens, and all others are equal
+    largest = logits.topk(count, dim=-1).values
+    least = largest[:, -1:]  # [rows, 1]
+    if not bool(largest.isfinite().all()):  # minus infinity: a grammar allows fewer tokens, and all others are equal
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     row, ids = (logits >= least).nonzero().unbind(1)  # at least `count` per row, sorted by row and id
     order = logits[row, ids].sort(descending=True, stable=True).indices

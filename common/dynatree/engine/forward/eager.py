@@ -34,6 +34,12 @@ class EagerRunner:
 
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """See `Runner.run`."""
+        split, faulty = self.compute(segments)
+        spoil(segments, split, faulty)
+        return split
+
+    def compute(self, segments: Sequence[Segment]) -> tuple[list[Tensor], Sequence[int]]:
+        """Compute `run` without `spoil`, whose last two arguments are returned."""
         kept = [segment.keep if segment.keep is not None else range(len(segment.token_ids)) for segment in segments]
         offsets = [0]  # place of each segment's first token in the row
         for segment in segments:
@@ -53,8 +59,7 @@ class EagerRunner:
         if recurring is not None:
             recurring.commit()
             faulty = sorted({*faulty, *recurring.faulty()})
-        spoil(segments, split, faulty)
-        return split
+        return split, faulty
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
         """Return an integer tensor `[n]` on the KV cache's device."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from dynatree.common.errors import StartupError
 from dynatree.engine.forward.segment import Segment
 
+_PIECE = 1 << 20  # numbers converted at a time
+
 
 def check_weights(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse weights that are not finite; a probe does not use every weight, but a prompt may.
@@ -32,6 +34,9 @@ def _is_finite(weight: Tensor, *, may_mask: bool) -> bool:
     """Check the minimum and maximum, at memory bandwidth. A bias may be minus infinity, which masks a token."""
     if not weight.numel():
         return True
+    if weight.dtype.itemsize == 1:  # torch has no `aminmax` of float8
+        pieces: tuple[Tensor, ...] = weight.flatten().split(_PIECE)  # type: ignore[no-untyped-call]
+        return all(_is_finite(piece.float(), may_mask=may_mask) for piece in pieces)
     least, largest = (each.item() for each in weight.aminmax())
     return math.isfinite(largest) and (math.isfinite(least) or (may_mask and least == -math.inf))
 

@@ -63,14 +63,19 @@ def best_of_parts(
 
 
 @triton.jit
-def choices_of_rows(best, places, choices, parts, none: tl.constexpr, padded_parts: tl.constexpr):
-    """Choose the token of a row from its parts, or `none` if the best score is not finite."""
+def choices_of_rows(
+    best, places, faulty, choices, parts, none: tl.constexpr, fault: tl.constexpr, padded_parts: tl.constexpr
+):
+    """Choose the token of a row from its parts, `none` if the best score is not finite, or `fault` if it is faulty."""
     row = tl.program_id(0)
     each = tl.arange(0, padded_parts)
     values = tl.load(best + row * parts + each, mask=each < parts, other=float("-inf"))
     value = tl.max(values, 0)
     token = _first(values, tl.load(places + row * parts + each, mask=each < parts, other=0x7FFFFFFF), value)
-    tl.store(choices + row, tl.where(tl.abs(value) < float("inf"), token, none).to(tl.int64))
+    choice = tl.where(tl.abs(value) < float("inf"), token, none)
+    if faulty is not None:
+        choice = tl.where(tl.load(faulty + row) > 0, fault, choice)
+    tl.store(choices + row, choice.to(tl.int64))
 
 
 @triton.jit

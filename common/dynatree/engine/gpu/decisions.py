@@ -21,6 +21,7 @@ from dynatree.engine.sampling.gumbel import NoiseStream
 _PART = 1024  # tokens of a row that a program reads; four times a power of two, because noise is drawn by fours
 _ROWS = 256  # rows whose paths are walked at a time
 _STREAM = int(NoiseStream.CHOICE)
+FAULTY = NOT_CHOSEN - 1  # replaces the choice after a row whose key or value is not finite
 
 
 def decide(logits: Tensor, buffers: RowBuffers, kv_cache: KVCache) -> Tensor:
@@ -32,11 +33,11 @@ def decide(logits: Tensor, buffers: RowBuffers, kv_cache: KVCache) -> Tensor:
         kv_cache: KV cache of the rows, with a spare slot beyond its ranges.
 
     Returns:
-        int64 `[rows]`; see `chosen`.
+        int64 `[rows]`: `chosen`, or `FAULTY`.
     """
     of_rows = (buffers.token_ids, buffers.parents, buffers.plan.slots, buffers.homes)
     drawn = (buffers.temperatures, buffers.seeds, buffers.positions)
-    choices: Tensor = torch.ops.dynatree.decide(logits, kv_cache.data, *of_rows, *drawn)
+    choices: Tensor = torch.ops.dynatree.decide(logits, kv_cache.data, *of_rows, *drawn, buffers.faulty)
     return choices
 
 
@@ -51,12 +52,14 @@ def _decide(
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    faulty: Tensor,
 ) -> Tensor:
     if logits.is_cuda:
-        choices = choices_by_triton(logits, temperatures, seeds, positions)
+        choices = choices_by_triton(logits, temperatures, seeds, positions, faulty)
         move_by_triton(data, moves_by_triton(token_ids, parents, slots, homes, choices))
         return choices
     choices = chosen(logits, temperatures, _drawn(logits, temperatures, seeds, positions))
+    choices.masked_fill_(faulty > 0, FAULTY)
     drafted = parents != torch.arange(len(parents), device=parents.device)
     kept = (accepted(token_ids, parents.long(), choices) & drafted).nonzero()[:, 0]
     # index_select copies first, so no row overwrites the source of another row
@@ -162,8 +165,10 @@ def accepted(token_ids: Tensor, parents: Tensor, choices: Tensor) -> Tensor:
     return holds
 
 
-def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Compute `chosen` with Triton kernels, which draw the noise of the next positions."""
+def choices_by_triton(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, faulty: Tensor | None = None
+) -> Tensor:
+    """Compute `chosen` with Triton kernels, which draw the noise of the next positions; `FAULTY` after faulty rows."""
     from dynatree.engine.gpu import choosing_kernels as kernels
 
     rows, vocab_size = logits.shape
@@ -180,7 +185,12 @@ def choices_by_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, posit
             padded_parts=padded(parts),
             enable_fp_fusion=False,
         )
-    kernels.choices_of_rows[rows,](best, places, choices, parts, none=NOT_CHOSEN, padded_parts=padded(parts))
+    kernels.choices_of_rows[rows,](
+        *(best, places, faulty, choices, parts),
+        none=NOT_CHOSEN,
+        fault=FAULTY,
+        padded_parts=padded(parts),
+    )
     return choices
 
 

@@ -19,6 +19,8 @@ from dynatree.engine.forward.tree_mask import ancestor_mask
 from dynatree.engine.gpu.fused_forward import forward_of
 from dynatree.engine.gpu.kept_rows import KeptRows
 from dynatree.engine.gpu.row_runner import RowForward, RowRunner
+from dynatree.engine.gpu.rows import PATH
+from dynatree.engine.gpu.tree_attention import BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ def _chosen(engine: Engine, sessions: int, longest: int) -> Engine:
 
 def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, decides: bool) -> RowRunner:
     heads: int = engine.model.config.get_text_config().num_attention_heads
+    speculative = longest - engine.info.context_length  # slots after the context, and so the deepest tree
     with torch.inference_mode():
         return RowRunner(
             forward_of(engine.model, engine.kv_cache.shape),
@@ -117,6 +120,7 @@ def _runner(engine: Engine, counts: Sequence[int], sessions: int, longest: int, 
             longest,
             heads,
             decides,
+            max(PATH, BLOCK + speculative),
         )
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from dynatree.common.sampling import NOT_CHOSEN
 from dynatree.engine.device import synchronize
+from dynatree.engine.forward.not_finite import spoil
 from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
-from dynatree.engine.gpu.decisions import decide
+from dynatree.engine.gpu.decisions import FAULTY, decide
 from dynatree.engine.gpu.fused_forward import RowsForward
 from dynatree.engine.gpu.graphs import GraphPool, Replayed, graph_pool
 from dynatree.engine.gpu.levels import RowLevelRunner
-from dynatree.engine.gpu.rows import Piece, RowBuffers, RowSizes
+from dynatree.engine.gpu.rows import PATH, Piece, RowBuffers, RowSizes
 from dynatree.engine.gpu.tree_attention import RowAttention, tile_rows
 from dynatree.engine.kv.kv_cache import KVCache
 
@@ -42,9 +43,9 @@ class RowForward:
         self._decision = Replayed(self._decided, pool) if decides else None
 
     def decide(self) -> tuple[Tensor, list[int]]:
-        """Return the logits, which the next forward pass overwrites, and the choices; waits for the device.
+        """Return the logits, which the next forward pass overwrites, and the choices of `decisions.decide`.
 
-        The keys and values of accepted rows are then in the slots of committed tokens.
+        It waits for the device. The keys and values of accepted rows are then in the slots of committed tokens.
         """
         assert self._decision is not None, "only a target decides"
         logits, choices = self._decision()
@@ -76,6 +77,7 @@ class RowRunner:
         longest: KV slots of the longest session.
         heads: Number of query heads.
         decides: Whether the device chooses tokens, as for a target.
+        path: Upper bound on the slots of a row's own path.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class RowRunner:
         longest: int,
         heads: int,
         decides: bool = True,
+        path: int = PATH,
     ) -> None:
         self._pool = pool = graph_pool(kv_cache.device)
         self._tile = tile = tile_rows(heads, kv_cache.shape.kv_heads)
         self._forward, self._kv_cache, self._longest = forward, kv_cache, longest
         self.forwards = [
-            RowForward(forward, kv_cache, RowSizes(rows, tile, segments), longest, pool, decides)
+            RowForward(forward, kv_cache, RowSizes(rows, tile, segments, path), longest, pool, decides)
             for rows in sorted(counts)[::-1]
         ][::-1]  # the largest is captured first, so that smaller ones fit into its memory
 
@@ -103,21 +106,26 @@ class RowRunner:
     def run(self, segments: Sequence[Segment]) -> list[Tensor]:
         """See `Runner.run`."""
         kept: list[list[Tensor]] = [[] for _ in segments]
+        flags: list[Tensor] = []  # of each forward pass; together, of all segments' tokens in order
         largest = self.forwards[-1].sizes
         for pieces in largest.cut(segments):
             forward = self._fitting(pieces)
             forward.buffers.fill(segments, pieces)
             logits = forward.run()
-            if any(segments[piece.segment].mask is None for piece in pieces):
-                _mark_broken(segments, pieces, logits.amax(-1).isfinite().tolist())
+            flags.append(forward.buffers.faulty[: _rows(pieces)].clone())
             for piece in pieces:
                 kept[piece.segment].append(_kept(logits, segments[piece.segment], piece).clone())
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+        split = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept]
+        spoil(segments, split, [place for place, flag in enumerate(torch.cat(flags).tolist()) if flag])
+        return split
 
     def decide(
         self, segments: Sequence[Segment], choosings: Sequence[Choosing | None]
     ) -> tuple[list[Tensor], list[list[int] | None]] | None:
-        """See `Decider.decide`."""
+        """See `Decider.decide`.
+
+        After a token with a non-finite key or value, nothing is chosen, so no path leads to the tokens that see it.
+        """
         forwards = list(self.forwards[-1].sizes.cut(segments))
         if len(forwards) > 1:
             return None
@@ -125,8 +133,9 @@ class RowRunner:
         forward = self._fitting(pieces)
         forward.buffers.fill(segments, pieces, choosings)
         logits, choices = forward.decide()
-        _mark_broken(segments, pieces, [choice != NOT_CHOSEN for choice in choices])
         kept = [_kept(logits, segments[piece.segment], piece) for piece in pieces]
+        spoil(segments, kept, [row for row, choice in enumerate(choices) if choice == FAULTY])
+        choices = [NOT_CHOSEN if choice == FAULTY else choice for choice in choices]
         return kept, [
             None if choosing is None else choices[piece.row : piece.row + piece.rows]
             for piece, choosing in zip(pieces, choosings, strict=True)
@@ -134,26 +143,14 @@ class RowRunner:
 
     def _fitting(self, pieces: Sequence[Piece]) -> RowForward:
         """Return the smallest forward pass that holds these pieces."""
-        rows = pieces[-1].row + pieces[-1].rows
+        rows = _rows(pieces)
         tiles = sum(-(-piece.rows // self.forwards[-1].sizes.tile) for piece in pieces)
         return next(each for each in self.forwards if each.sizes.rows >= rows and each.sizes.tiles >= tiles)
 
 
-def _mark_broken(segments: Sequence[Segment], pieces: Sequence[Piece], finite: Sequence[bool]) -> None:
-    """Mark the KV range of a causal segment as broken if the logits after any of its tokens are not finite.
-
-    The tokens of a causal segment are committed. A non-finite layer output stays non-finite up to the logits, while the
-    KV cache stores zeros for its keys and values.
-
-    Args:
-        segments: Segments of a pass.
-        pieces: Pieces of the segments that went through one forward pass.
-        finite: For each row of the forward pass, whether the best logit is finite.
-    """
-    for piece in pieces:
-        segment = segments[piece.segment]
-        if segment.mask is None and not all(finite[piece.row : piece.row + piece.rows]):
-            segment.kv.broken = True
+def _rows(pieces: Sequence[Piece]) -> int:
+    """Return the number of rows that pieces fill; they lie side by side from the first row on."""
+    return pieces[-1].row + pieces[-1].rows
 
 
 def _kept(logits: Tensor, segment: Segment, piece: Piece) -> Tensor:

@@ -16,8 +16,8 @@ from dynatree.engine.forward.runner import Choosing
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.gpu.tree_attention import BLOCK, RowPlan
 
-LONGEST_TREE = 256  # depth of the deepest tree, in nodes
-PATH = BLOCK + LONGEST_TREE  # upper bound on the slots of a row's own path
+LONGEST_PIECE = 256  # upper bound on the rows of a prompt's piece
+PATH = BLOCK + LONGEST_PIECE  # upper bound on the slots of a row's own path, unless a tree may be deeper
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,13 @@ class RowSizes:
         rows: Rows of the forward pass.
         tile: Rows of a tile, which never spans two segments.
         segments: Upper bound on the segments of a forward pass.
+        path: Upper bound on the slots of a row's own path.
     """
 
     rows: int
     tile: int
     segments: int
+    path: int = PATH
 
     @property
     def tiles(self) -> int:
@@ -74,7 +76,7 @@ class RowSizes:
             while first < size:
                 room = min(self.rows - row, (self.tiles - tiles) * self.tile)
                 if segment.mask is None:
-                    room = min(room, LONGEST_TREE)  # the path of a prompt's last row
+                    room = min(room, LONGEST_PIECE)  # the path of a prompt's last row
                 if room > 0:
                     stop = min(first + room, size)
                     pieces.append(Piece(index, first, stop, row))
@@ -95,6 +97,7 @@ class RowBuffers:
         token_ids: `[rows]`.
         positions: `[rows]`.
         plan: KV slots that the rows read and write.
+        faulty: `[rows]`: `plan.faulty`; filling sets it to 0.
         parents: `[rows]`: row of a drafted token's parent; an undrafted token's own row.
         homes: `[rows]`: slot of a token once it is committed.
         temperatures: `[rows]`, float32.
@@ -126,7 +129,8 @@ class RowBuffers:
             "slots": (sizes.rows,),
             "rows": (sizes.rows, 2),
             "tiles": (sizes.tiles, 4),
-            "paths": (sizes.rows, PATH),
+            "faulty": (sizes.rows,),
+            "paths": (sizes.rows, sizes.path),
             **(more or {}),
         }
         size = sum(map(math.prod, shapes.values()))
@@ -144,7 +148,8 @@ class RowBuffers:
         self.seeds = held["seeds"].view(torch.int64)[:, 0]
         self.more = {name: held[name] for name in more or {}}
         self.more_on_host = {name: self._host[name] for name in more or {}}
-        self.plan = RowPlan(held["tiles"], held["slots"], held["rows"], held["paths"])
+        self.faulty = held["faulty"]
+        self.plan = RowPlan(held["tiles"], held["slots"], held["rows"], held["paths"], self.faulty)
         self.fill((), ())
 
     def fill(
@@ -222,8 +227,9 @@ class RowBuffers:
         blocks = seen // BLOCK
         common = seen % BLOCK
         counts = mask.sum(1)
-        if common + counts.max() > PATH:
-            raise ValueError(f"a token sees {counts.max()} slots of its segment's mask, at most {PATH - common} can be")
+        if common + counts.max() > self._sizes.path:
+            most = self._sizes.path - common
+            raise ValueError(f"a token sees {counts.max()} slots of its segment's mask, expected at most {most}")
         row, column = mask.nonzero()
         place = common + np.arange(len(row)) - (counts.cumsum() - counts)[row]
         paths[:rows, :common] = np.arange(base + blocks * BLOCK, base + seen)

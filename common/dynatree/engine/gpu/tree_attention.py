@@ -24,7 +24,7 @@ _WARPS = 4  # the same for both launches, so that both multiply in the same orde
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The KV slots of a forward pass's rows. All tensors are int32, and a captured graph reads them at each replay.
+    """The KV slots of a forward pass's rows. All tensors are int32, and a captured graph uses them at each replay.
 
     Attributes:
         tiles: `[tiles, 4]`: a tile is up to `tile_rows` neighbouring rows of one session. It has its first row, its
@@ -34,12 +34,15 @@ class RowPlan:
         rows: `[rows, 2]`: the number of shared blocks, and the length of the row's own path after them. A row without
             a path is padding, whose output is zeros.
         paths: `[rows, path]`: slots of the row's own path, in the order of their positions.
+        faulty: `[rows]`: attention sets it to 1 where a row's key or value is not finite in any layer, and stores
+            zeros in its place. None records nothing.
     """
 
     tiles: Tensor
     slots: Tensor
     rows: Tensor
     paths: Tensor
+    faulty: Tensor | None = None
 
 
 class RowAttention:
@@ -56,7 +59,7 @@ class RowAttention:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         plan, locality = self._plan, self._kv_cache.shape.locality(layer)
         rules = (scores.scale, scores.cap, scores.sinks, locality.window, locality.chunk)
-        numbers = (plan.tiles, plan.slots, plan.rows, plan.paths, self._longest, *rules)
+        numbers = (plan.tiles, plan.slots, plan.rows, plan.paths, plan.faulty, self._longest, *rules)
         output: Tensor = torch.ops.dynatree.tree_attention(query, key, value, self._kv_cache.layer(layer), *numbers)
         return output
 
@@ -78,7 +81,7 @@ def splits(slots: int) -> tuple[int, int]:
     return -(-blocks // size), size
 
 
-@torch.library.custom_op("dynatree::tree_attention", mutates_args={"layer"})
+@torch.library.custom_op("dynatree::tree_attention", mutates_args={"layer", "faulty"})
 def _tree_attention(
     query: Tensor,
     key: Tensor,
@@ -88,6 +91,7 @@ def _tree_attention(
     slots: Tensor,
     rows: Tensor,
     paths: Tensor,
+    faulty: Tensor | None,
     longest: int,
     scale: float | None,
     cap: float | None,
@@ -95,7 +99,8 @@ def _tree_attention(
     window: int | None,
     chunk: int | None,
 ) -> Tensor:
-    plan, scores, locality = RowPlan(tiles, slots, rows, paths), Scores(scale, cap, sinks), Locality(window, chunk)
+    plan = RowPlan(tiles, slots, rows, paths, faulty)
+    scores, locality = Scores(scale, cap, sinks), Locality(window, chunk)
     if query.is_cuda:
         return by_triton(query, key, value, layer, plan, longest, scores, locality)
     return by_torch(query, key, value, layer, plan, scores, locality)
@@ -124,7 +129,7 @@ def by_triton(
         key: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
         value: `[kv_heads, rows, head_dim]`, in the KV cache's dtype.
         layer: One layer of the KV cache, `[2, kv_heads, slots, head_dim]`; the rows' slots are written.
-        plan: KV slots that the rows read and write.
+        plan: KV slots that the rows read and write; its `faulty` flags are set.
         longest: KV slots of the longest session.
         scores: How the products of queries and keys become weights.
         locality: What a query sees of its session's earlier tokens.
@@ -165,7 +170,7 @@ def by_triton(
     # launches may fuse a product and a sum, and the other may not.
     options = {"num_warps": _WARPS, "num_stages": 1 if sizes["wide"] else 2, "enable_fp_fusion": False}
     kernels.shared_blocks[len(plan.tiles), kv_heads, split_count + 1](
-        *(query, key, value, layer, plan.tiles, plan.rows, plan.slots),
+        *(query, key, value, layer, plan.tiles, plan.rows, plan.slots, plan.faulty),
         *(*parts, *of_query, *of_key, *of_value, *of_cache, in_log2),
         **sizes,
         **options,
@@ -197,8 +202,11 @@ def by_torch(
     heads, count, dim = query.shape
     tiles, paths = plan.tiles.tolist(), plan.paths.long()
     stored = sum(tile[1] for tile in tiles)  # rows after the last tile are padding
-    for held, new in zip(layer, (key, value), strict=True):
-        held.index_copy_(1, plan.slots[:stored].long(), new[:, :stored].to(dtype).nan_to_num(0.0, 0.0, 0.0))
+    for held, each in zip(layer, (key, value), strict=True):
+        new = each[:, :stored].to(dtype)
+        held.index_copy_(1, plan.slots[:stored].long(), new.nan_to_num(0.0, 0.0, 0.0))
+        if plan.faulty is not None:
+            plan.faulty[:stored].masked_fill_(~new.isfinite().all(2).all(0), 1)
     groups = query.reshape(kv_heads, heads // kv_heads, count, dim).to(wide)  # [kv_heads, group, rows, dim]
     groups = groups * scores.factor(dim)
     out = groups.new_zeros(groups.shape)

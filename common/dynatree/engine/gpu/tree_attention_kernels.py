@@ -89,9 +89,11 @@ def _block(
 
 
 @triton.jit
-def _finite(x):
-    """Return `x` with 0 in place of NaN and infinity."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
+def _store_finite(to, x, mask):
+    """Store rows `x` with 0 in place of NaN and infinity; return 1 for each row that has one, and 0 for the others."""
+    finite = tl.abs(x.to(tl.float32)) < float("inf")
+    tl.store(to, tl.where(finite, x, 0.0), mask=mask)
+    return tl.max(tl.where(finite, 0, 1), 1)
 
 
 @triton.jit
@@ -103,6 +105,7 @@ def shared_blocks(
     tiles,
     rows_of,
     slots,
+    faulty,
     part_max,
     part_sum,
     part_out,
@@ -145,9 +148,11 @@ def shared_blocks(
         row = first + members
         to = tl.load(slots + row, mask=members < rows, other=0).to(tl.int64)[:, None] * dim + dims[None, :]
         new = tl.load(key + kv_head * k_head + row[:, None] * k_row + dims[None, :], mask=stored, other=0.0)
-        tl.store(keys + to, _finite(new), mask=stored)
+        marks = _store_finite(keys + to, new, stored)
         new = tl.load(value + kv_head * v_head + row[:, None] * v_row + dims[None, :], mask=stored, other=0.0)
-        tl.store(values + to, _finite(new), mask=stored)
+        marks = marks | _store_finite(values + to, new, stored)
+        if faulty is not None:
+            tl.store(faulty + row, marks, mask=marks > 0)  # the programs of other key heads store nothing else
     else:
         begin = split * split_blocks
         end = tl.minimum(begin + split_blocks, blocks)

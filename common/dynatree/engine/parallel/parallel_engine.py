@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dynatree.engine.engine import Engine
+from dynatree.engine.forward.eager import EagerRunner
 from dynatree.engine.forward.level_runner import KVMove
-from dynatree.engine.forward.runner import Runner
+from dynatree.engine.forward.not_finite import spoil
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.kv.kv_cache import KVCache
 from dynatree.engine.kv.kv_range import KVRange
@@ -46,7 +47,7 @@ class Plain:
 class ParallelRunner:
     """Implements `Runner` on rank 0: all ranks compute every forward pass."""
 
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+    def __init__(self, runner: EagerRunner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
 
@@ -58,7 +59,7 @@ class ParallelRunner:
         """
         with self._ranks.in_step():
             self._ranks.say(Forward(segments))
-            return self._runner.run(segments)
+            return _run(self._runner, self._ranks, segments)
 
 
 class ParallelKVCache(KVCache):
@@ -88,16 +89,28 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     Raises:
         RuntimeError: The execution of a message failed.
     """
+    runner = engine.runner
+    assert isinstance(runner, EagerRunner), "ranks run no program"
     while True:
         try:
             said = ranks.told()
         except RuntimeError:
             return
         if isinstance(said, Forward):
-            engine.runner.run(said.segments)
+            _run(runner, ranks, said.segments)
         elif isinstance(said, KVMove):
             engine.kv_cache.move(said.kv, said.sources, said.start)
         elif isinstance(said, Copy):
             engine.kv_cache.copy(said.source, said.destination, said.stop)
         else:
             plain_logits(engine.model, said.prefixes, said.implementation)
+
+
+def _run(runner: EagerRunner, ranks: Ranks, segments: Sequence[Segment]) -> list[Tensor]:
+    """Run one forward pass on one rank; see `Runner.run`.
+
+    Each rank has its own heads, so a token's keys and values may overflow on one rank only.
+    """
+    logits, faulty = runner.compute(segments)
+    spoil(segments, logits, ranks.union(faulty, sum(len(segment.token_ids) for segment in segments)))
+    return logits

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -123,6 +123,13 @@ class Ranks:
             self.say(number)
             return number
         return int(self.told())
+
+    def union(self, places: Sequence[int], size: int) -> Sequence[int]:
+        """Return the places in [0, `size`) that at least one rank passes, on all ranks."""
+        flags = torch.zeros(size, dtype=torch.uint8)
+        flags[list(places)] = 1
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._saying)
+        return [place for place, flag in enumerate(flags.tolist()) if flag]
 
     def told(self) -> Any:
         """Receive the next message of rank 0; on a follower."""

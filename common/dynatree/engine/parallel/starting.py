@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dynatree.common.errors import StartupError
 from dynatree.engine.device import chosen_device
 from dynatree.engine.engine import Engine
+from dynatree.engine.forward.eager import EagerRunner
 from dynatree.engine.model.composite import text_config_of
 from dynatree.engine.model.files import check_path
 from dynatree.engine.model.tokenizer import first_line
@@ -73,6 +74,7 @@ def leading(engine: Engine, ranks: Ranks) -> Engine:
             ranks.say(Plain(prefixes, implementation))
             return plain_logits(model, prefixes, implementation)
 
+    assert isinstance(engine.runner, EagerRunner), "ranks run no program"
     engine = replace(engine, runner=ParallelRunner(engine.runner, ranks))
     check_outputs(engine, engine.info.context_length, plain)
     return engine

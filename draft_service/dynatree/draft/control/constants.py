@@ -106,13 +106,13 @@ class ControlSettings:
         4, "a session begins with the last session's pause divided by this", "", neutral=math.inf, source=GUARD
     )
     trial_share: float = _constant(
-        1 / 64, "time for trials of a draft that has long not paid", "share of all time", neutral=math.inf, source=GUARD
+        1 / 64, "time that trials of the draft may lose", "share of all time", neutral=math.inf, source=GUARD
     )
     reading_margin: float = _constant(
         2.0, "time that a draft which reads a prompt must save", "times that of reading", neutral=0.0, source=GUARD
     )
     usual_tokens: int = _constant(
-        256, "expected length of a completion that may be longer", "tokens", neutral=math.inf, source=GUARD
+        256, "expected length of a completion that may be longer, before any", "tokens", neutral=math.inf, source=GUARD
     )
 
     # N-grams (policies/lookup.py)

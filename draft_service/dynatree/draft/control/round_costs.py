@@ -48,6 +48,8 @@ class Costs:
 
     Attributes:
         track_record: The draft model's track record over all sessions.
+        row_price: The last known price of a row of a pass, in tokens; None if that session was alone.
+        open_sessions: Sessions open on the target, as far as the last pass and the ends since then tell.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Costs:
         control: ControlSettings = DEFAULT_CONTROL,
     ) -> None:
         self.track_record = TrackRecord(control)
+        self.row_price: float | None = None
+        self.open_sessions = 0
         self._control = control
         target = tuple(target)
         self._measured = measured_curve(target)  # fewest rows first, so the first point is a plain step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from dynatree.draft.control.calibration import Calibration
@@ -19,7 +21,7 @@ class TrackRecord:
         residual_calibration: The same under residual sampling, whose nodes are draws.
         child_mass: The fraction of an expanded node's value that its best child has, and all its children together.
         pause: Length of the last pause of the draft model in any session, in rounds.
-        trial_seconds: Time for trials of a draft model that has not paid for long.
+        trial_debt: Seconds that trials of the draft model have lost, and that are not made up for.
     """
 
     def __init__(self, control: ControlSettings = DEFAULT_CONTROL) -> None:
@@ -27,8 +29,18 @@ class TrackRecord:
         self.residual_calibration = Calibration(control=control)
         self.child_mass = (control.prior_best_child, control.prior_children)
         self.pause = 1
-        self.trial_seconds = 0.0
+        self.trial_debt = 0.0
+        self._lengths = deque([control.usual_tokens] * control.cost_trials, control.cost_window)
         self._histories: dict[Hashable, ReleasedHistory] = {}  # least recently used first
+
+    @property
+    def usual_tokens(self) -> float:
+        """Expected length of a completion that may be longer, in tokens: the median of the last `cost_window` ones."""
+        return statistics.median_low(self._lengths)
+
+    def completed(self, tokens: int) -> None:
+        """Take in the length of a completion."""
+        self._lengths.append(tokens)
 
     def history(self, settings: Hashable, begin: Callable[[], ReleasedHistory]) -> ReleasedHistory:
         """Return the history of completions with these settings, created by `begin` at the first use.

@@ -40,7 +40,7 @@ class Objective:
     If other sessions share the target's passes, each row delays all of them, and the verify service reports the price
     of a row in tokens. Then lambda (V(n) - V(0)) is n times the price, and lambda is the session's own rate. D is the
     full time of a draft forward pass that m sessions share: all m wait for it, which costs them m lambda D tokens
-    together and lambda D tokens each.
+    together and lambda D tokens each. A session begins with the last price that any session learnt, if others are open.
     """
 
     def __init__(self, costs: Costs, control: ControlSettings) -> None:
@@ -55,6 +55,12 @@ class Objective:
     def begin(self) -> None:
         """Begin a round, with nothing drafted yet."""
         self._drafted = 0.0
+        if not self._seconds:
+            self._row_price = self._costs.row_price if self._costs.open_sessions > 0 else None
+
+    def end(self) -> None:
+        """End the session."""
+        self._costs.open_sessions -= 1
 
     def spend(self, seconds: float) -> None:
         """Count the seconds of one draft forward pass of this round."""
@@ -78,6 +84,8 @@ class Objective:
             self._row_price = pass_statistics.row_price
         else:
             self._row_price += self._control.row_price_step * (pass_statistics.row_price - self._row_price)
+        self._costs.row_price = self._row_price
+        self._costs.open_sessions = pass_statistics.open_sessions
         self._tokens = self._control.rate_fade * self._tokens + tokens
         self._seconds = self._control.rate_fade * self._seconds + seconds
 

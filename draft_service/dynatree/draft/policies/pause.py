@@ -11,27 +11,36 @@ _TRIALS_OF_READING = 4  # that a session makes for one reading of its prompt
 class Pause:
     """Rounds without the draft model. Each trial doubles the next pause, up to `max_pause` rounds.
 
-    A session begins with a share of the last session's pause, at most `max_first_pause` rounds. If it begins with that
-    most, the draft has not paid for long, and its trials take at most `trial_share` of all sessions' time.
+    A session begins with a share of the last session's pause, at most `max_first_pause` rounds.
 
-    If the draft has not read the prompt, the first trial reads it, within the same share of the time. The shortest
-    pauses follow, so that the session makes several trials of one reading.
+    The trials of all sessions lose at most `trial_share` of all sessions' time, and one trial. A trial makes a debt of
+    its expected time. Its accepted nodes and `trial_share` of each round's time repay the debt; until then there is no
+    other trial.
+
+    If the draft has not read the prompt, a trial reads it. Its debt includes the next trials of the session, which may
+    follow at once, after the shortest pauses.
 
     Attributes:
         passed: Rounds of this pause so far.
+        tries: Whether the draft model is tried in this round.
     """
 
     def __init__(self, track_record: TrackRecord, control: ControlSettings) -> None:
         self.passed = 0
+        self.tries = False
         self._track_record = track_record
         self._share = control.trial_share
         self._longest = control.max_pause
         self._length = min(max(track_record.pause // control.first_pause_divisor, 1), control.max_first_pause)
-        self._is_long = self._length == control.max_first_pause > 1
+        self._paid = 0  # further trials that the debt includes
 
-    def spent(self, seconds: float) -> None:
-        """Take in the seconds of a round."""
-        self._track_record.trial_seconds += self._share * seconds
+    def observe(self, seconds: float, saved: float) -> None:
+        """Take in a round: its seconds, and the seconds that the draft's accepted nodes saved."""
+        repaid = self._share * seconds
+        if self.tries:
+            repaid += saved
+        self._track_record.trial_debt = max(self._track_record.trial_debt - repaid, 0.0)
+        self.tries = False
 
     def reset(self) -> None:
         """Shorten the next pause to one round, because the draft model pays."""
@@ -48,14 +57,16 @@ class Pause:
         self.passed += 1
         if self.passed < (self._longest if hopeless else self._length):
             return False
-        trials = _TRIALS_OF_READING if reading else self._is_long
-        cost = reading + trials * seconds
-        if self._track_record.trial_seconds < cost:
-            return False
-        self._track_record.trial_seconds -= cost
+        if reading or not self._paid:
+            if self._track_record.trial_debt > 0.0:
+                return False
+            self._paid = _TRIALS_OF_READING if reading else 1
+            self._track_record.trial_debt = reading + self._paid * seconds
+            if reading:
+                self._length = 1
+        self._paid -= 1
         self.passed = 0
-        if reading:
-            self._is_long, self._length = False, 1
+        self.tries = True
         self._set(min(2 * self._length, self._longest))
         return True
 

@@ -58,7 +58,8 @@ class Throughput(Policy):
 
     Candidates come from the session's n-grams and the draft model, if there is one. Their values are calibrated path
     probabilities. The draft model pauses while it is not expected to pay (`Pause`). A session begins with the track
-    record of the sessions before it. The draft model reads a prompt if that is expected to pay.
+    record of the sessions before it. The draft model reads a prompt if that is expected to pay within a completion of
+    the usual length.
     """
 
     def __init__(self, settings: ThroughputSettings, costs: Costs, control: ControlSettings) -> None:
@@ -78,9 +79,13 @@ class Throughput(Policy):
         self._is_first = True  # whether this is the session's first round, and the draft model has read the prompt
         self._caught_up = True  # whether only the last round's tokens were unread when this round began
         self._fruitless = False  # whether the last expanded tree was sent without a node of the draft model
+        self._tree: GrowingTree | None = None  # the last tree
+        self._tokens = 0  # committed so far
+        self._is_full = True  # whether no more tokens can follow them, as far as the last tree tells
 
     def reads_prompt(self, seconds: float, tokens: int) -> bool:
         """Read it if that is expected to pay."""
+        self._objective.begin()
         self._is_first = self._pays(seconds, tokens)
         return self._is_first
 
@@ -104,8 +109,9 @@ class Throughput(Policy):
         reading = tree.catch_up_seconds if 0.0 < seconds < tree.catch_up_seconds else 0.0
         if planned and (not reading or self._pays(reading, tree.max_depth + 1)):
             self._pause.reset()
-            return self._expanding(tree, level)
-        return self._expanding(tree, level) if self._pause.is_over(seconds, reading, hopeless=hopeless) else []
+        elif not self._tries(tree, seconds, reading, hopeless=hopeless):
+            return []
+        return self._expanding(tree, level)
 
     def grow(self, tree: GrowingTree, level: Sequence[int]) -> list[int]:
         """Add candidates of both sources, and expand further where that pays."""
@@ -124,6 +130,7 @@ class Throughput(Policy):
 
     def select(self, tree: GrowingTree) -> Sequence[int]:
         """Choose the n nodes of highest value, n = argmax G."""
+        self._tree = tree
         ranked = self._ranked(tree)
         price = self._objective.row_price
         if price is None:
@@ -132,20 +139,32 @@ class Throughput(Policy):
             _, size = self._objective.best_size(values)
         else:
             size = sum(tree.value(node) > self._control.offered_share * price for node in ranked)
-        sent = sorted(ranked[:size])
+        sent = ranked[:size]
         if self._levels:
             self._fruitless = all(tree.draft_log_prob(node) is None for node in sent)
-        return sent
+        guess = _best_guess(tree, ranked) if self._pause.tries else None
+        if guess is not None and guess not in sent:  # without it, the trial would show too little
+            sent = [*sent[:-1], guess]
+        return sorted(sent)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn the costs, the rate, and the acceptance of the draft's nodes."""
         self._is_first = False
         self._costs.observe(cost_of(outcome, caught_up=self._caught_up))
         seconds = outcome.draft_seconds + outcome.waited_seconds + outcome.verify_seconds
-        self._objective.observe(len(outcome.accepted) + 1, seconds, outcome.pass_statistics)
-        self._pause.spent(seconds)
+        self._pause.observe(seconds, self._saved(outcome))
+        tokens = len(outcome.accepted) + 1
+        self._objective.observe(tokens, seconds, outcome.pass_statistics)
+        self._tokens += tokens
+        self._is_full = self._tree is None or tokens > self._tree.max_depth
         self._value.observe(outcome)
         self._ngrams.observe(outcome)
+
+    def end(self) -> None:
+        """Learn the completion's length; one that the limit ended might have been longer."""
+        self._objective.end()
+        if not self._is_full or self._tokens > self._costs.track_record.usual_tokens:
+            self._costs.track_record.completed(self._tokens)
 
     def parameters(self) -> dict[str, float]:
         """The figures that decided the last tree."""
@@ -176,8 +195,27 @@ class Throughput(Policy):
         plan = self._objective.plan([], [1.0], forward, self._mass, self._max_nodes)
         if plan is None:
             return False
-        saved = min(tokens, self._control.usual_tokens) / self._objective.rate * plan.gain / (1.0 + plan.gain)
+        saved = self._expected(tokens) / self._objective.rate * plan.gain / (1.0 + plan.gain)
         return saved > self._control.reading_margin * seconds
+
+    def _tries(self, tree: GrowingTree, seconds: float, reading: float, *, hopeless: bool) -> bool:
+        """Whether the draft model is tried, in a forward pass of `seconds`; the other arguments as in `Pause`."""
+        if reading * self._objective.rate >= self._expected(tree.max_depth + 1):
+            return False  # even a perfect draft would not make up for the reading
+        catching_up = tree.catch_up_seconds - reading
+        rows = self._costs.verify(1) - self._costs.verify(0)
+        return self._pause.is_over(seconds + catching_up + rows, reading, hopeless=hopeless)
+
+    def _expected(self, tokens: int) -> float:
+        """Expected number of further tokens, at most `tokens`: a long completion goes on for as long again."""
+        return min(tokens, max(self._costs.track_record.usual_tokens, self._tokens))
+
+    def _saved(self, outcome: Outcome) -> float:
+        """Seconds that the draft's accepted nodes of a trial are worth."""
+        if self._tree is None or not self._pause.tries:
+            return 0.0
+        nodes = [self._tree.sent[node] for node in outcome.accepted]
+        return sum(self._tree.draft_log_prob(node) is not None for node in nodes) / self._objective.rate
 
     def _seconds(self, tree: GrowingTree, level: Sequence[int]) -> float:
         """Seconds of the level's forward pass; 0 if all of the level has been expanded before."""
@@ -193,3 +231,9 @@ class Throughput(Policy):
     def _ranked(self, tree: GrowingTree) -> list[int]:
         """The best nodes, in descending order of value."""
         return sorted(self._growth.best(tree), key=lambda node: (-tree.value(node), node))
+
+
+def _best_guess(tree: GrowingTree, nodes: Sequence[int]) -> int | None:
+    """The draft model's likeliest node among those below the root; None if it has none."""
+    log_probs = ((tree.draft_log_prob(node), node) for node in nodes if tree.depth(node) == 1)
+    return max(((log_prob, node) for log_prob, node in log_probs if log_prob is not None), default=(0.0, None))[1]
