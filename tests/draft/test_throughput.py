@@ -368,6 +368,13 @@ def test_a_draft_that_becomes_good_is_used_again(forward, tokens, sessions):
     assert found > 0.9 * statistics.harmonic_mean(speeds_of_sessions([good] * 10, forward)) > 1.1
 
 
+@pytest.mark.parametrize(("forward", "sessions"), [(0.005, 4), (0.03, 30)])
+def test_a_draft_that_becomes_good_and_first_has_to_read_is_used_again(forward, sessions):
+    useless, good = Session(0.0, 0.3, 60), Session(0.8, 0.3, 150)
+    *_, last = speeds_of_sessions([useless] * 12 + [good] * sessions, forward)
+    assert last > 0.9 * min(speeds_of_sessions([good] * 6, forward)) > 1.2
+
+
 def test_a_draft_that_was_never_right_is_still_tried_with_nodes():
     costs = Costs(measured(*STEEP), measured((4, 0.01)))
     speeds_of_sessions([Session(0.0)] * 5, 0.01, costs)
