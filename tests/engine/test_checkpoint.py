@@ -153,6 +153,36 @@ def test_a_quant_method_that_transformers_does_not_know_is_refused(tmp_path):
             examine(ModelSettings(str(folder), sessions=1))
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "fp8"},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+    ],
+    ids=str,
+)
+def test_a_quant_method_that_transformers_knows_is_left_to_it(tmp_path, named):
+    folder = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": named}))
+    found = served(ModelSettings(str(folder), sessions=1))
+    assert found.computed_by == f"transformers with {named['quant_method']} (not tested)"
+
+
+def test_a_cache_without_its_first_file_is_left_to_the_loader(tmp_path):
+    folder = saved(tiny_model(tiny_config("llama")), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert examined(ModelSettings(str(folder), sessions=1)).config.dtype is None
+
+
 def logits(engine):
     """The logits of an engine for a few tokens."""
     kv = engine.kv_cache.reserve(20)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from dynatree import embedded
@@ -97,7 +98,7 @@ def _config(settings: ModelSettings, name: str) -> PretrainedConfig:
         config = config_of(settings.model)
         folder = None if is_gguf(settings.model) else folder_of(settings.model)
         if folder is not None and config.dtype is None:
-            with suppress(StartupError):  # the loader says what its files lack
+            with suppress(StartupError, OSError, SafetensorError):  # the loader says what its files lack, or gets them
                 config.dtype = stored_dtype(folder, name)
         return config
     except StartupError:

@@ -124,7 +124,8 @@ class RowRunner:
     ) -> tuple[list[Tensor], list[list[int] | None]] | None:
         """See `Decider.decide`.
 
-        After a token with a non-finite key or value, nothing is chosen, so no path leads to the tokens that see it.
+        After a token with a non-finite key or value, nothing is chosen, so no tree's path leads to the tokens that see
+        it. A range with such a token of a prompt is `broken`, which the caller checks.
         """
         forwards = list(self.forwards[-1].sizes.cut(segments))
         if len(forwards) > 1:

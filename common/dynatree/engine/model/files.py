@@ -121,7 +121,7 @@ def _check_config(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         raise StartupError(
             f"model {folder.name} has an adapter (adapter_config.json), which DynaTree does not apply; merge it into "
-            "its base model"
+            "its base model, or take this file away if that is done"
         )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
@@ -58,7 +58,7 @@ def quantized_model(
     check_rounding(settings.model, settings.weights)
     if not is_file and method_of(config) is None:
         return None
-    if not is_file and method_of(config) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not is_file and not AutoHfQuantizer.supports_quant_method(_quantization(config)):
         raise StartupError(
             f"model {name} cannot be served: transformers does not know its quant_method, {method_of(config)!r}, and "
             "would ignore the scales of its weights"

@@ -112,7 +112,11 @@ class ControlSettings:
         2.0, "time that a draft which reads a prompt must save", "times that of reading", neutral=0.0, source=GUARD
     )
     usual_tokens: int = _constant(
-        256, "expected length of a completion that may be longer, before any", "tokens", neutral=math.inf, source=GUARD
+        256,
+        "expected length of a completion, until some have ended",
+        "tokens",
+        neutral=math.inf,
+        source=GUARD,
     )
 
     # N-grams (policies/lookup.py)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -39,8 +40,9 @@ class TrackRecord:
         return statistics.median_low(self._lengths)
 
     def completed(self, tokens: int) -> None:
-        """Take in the length of a completion."""
-        self._lengths.append(tokens)
+        """Take in the length of a completion, unless an infinite prior says that none is learnt."""
+        if math.isfinite(self._lengths[0]):
+            self._lengths.append(tokens)
 
     def history(self, settings: Hashable, begin: Callable[[], ReleasedHistory]) -> ReleasedHistory:
         """Return the history of completions with these settings, created by `begin` at the first use.

@@ -60,7 +60,8 @@ class Objective:
 
     def end(self) -> None:
         """End the session."""
-        self._costs.open_sessions -= 1
+        if self._seconds:  # a pass has counted it
+            self._costs.open_sessions = max(self._costs.open_sessions - 1, 0)
 
     def spend(self, seconds: float) -> None:
         """Count the seconds of one draft forward pass of this round."""

@@ -13,7 +13,7 @@ class Pause:
 
     A session begins with a share of the last session's pause, at most `max_first_pause` rounds.
 
-    The trials of all sessions lose at most `trial_share` of all sessions' time, and one trial. A trial makes a debt of
+    The trials of all sessions lose at most `trial_share` of all sessions' time, plus one trial. A trial makes a debt of
     its expected time. Its accepted nodes and `trial_share` of each round's time repay the debt; until then there is no
     other trial.
 
