@@ -58,7 +58,8 @@ def quantized_model(
     check_rounding(settings.model, settings.weights)
     if not is_file and method_of(config) is None:
         return None
-    if not is_file and not AutoHfQuantizer.supports_quant_method(_quantization(config)):
+    knows: Any = AutoHfQuantizer.supports_quant_method
+    if not is_file and not knows(_quantization(config)):
         raise StartupError(
             f"model {name} cannot be served: transformers does not know its quant_method, {method_of(config)!r}, and "
             "would ignore the scales of its weights"
