@@ -43,7 +43,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 # Values, besides None, False and empty lists, with which `generate()` does not change logits or stopping.
-NEUTRAL: dict[str, object] = {
+NEUTRAL: dict[str, float] = {
     "num_beams": 1,
     "min_length": 0,
     "min_new_tokens": 0,
