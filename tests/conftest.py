@@ -121,10 +121,21 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     caplog.handler.removeFilter(ours)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_folders_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Delete the folders of a file whose tests passed; those of all files together would fill a small disk."""
+    failed, base = request.session.testsfailed, tmp_path_factory.getbasetemp()
+    yield
+    if request.session.testsfailed == failed:
+        for folder in base.iterdir():
+            if folder.name != _SERVICES:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def embedded_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServices]:
     """Both services of the embedded pair, started by the command line: two processes with one thread each."""
-    folder, options = tmp_path_factory.mktemp("services"), ("embedded", "--threads", "1")
+    folder, options = tmp_path_factory.mktemp(_SERVICES, numbered=False), ("embedded", "--threads", "1")
     drafting = ("draft", "--history-tokens", "0", "--draft-model", *options)  # no test's completions help another's
     with (
         service(folder, "verify", "verify", "--target-model", *options) as (verify, first, _),

@@ -222,19 +222,20 @@ def test_as_many_sessions_are_served_as_states_fit(monkeypatch):
         KVBudget(30, 100, 1000, cpu, session_bytes=6 * 10**8).slots(None)
 
 
+@pytest.mark.parametrize("prompt", [100, 1000])
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_all_that_sessions_hold_is_counted(prefixes):
+def test_all_that_sessions_hold_is_counted(prefixes, prompt):
     kv_cache, rows = kv_cache_of(4000), 200
     cache = PrefixCache(kv_cache, enabled=prefixes)
     size = RecurrentSize(8, 8)
     for text in range(2):
-        kv, _ = cache.reserve(1500, [text] * 100, "one")
-        run([Segment(kv, 0, [text] * 100, range(100))])
+        kv, _ = cache.reserve(1500, [text] * prompt, "one")
+        run([Segment(kv, 0, [text] * prompt, range(prompt))])
         cache.note_prompt(kv)
-        for place in range(100, 220):
+        for place in range(prompt, prompt + 120):
             run([Segment(kv, place, [7], [0])])
         before = kv.memory
-        run([Segment(kv, 220, [7] * rows, range(rows), mask=ancestor_mask([-1] * (rows - 1)))])
+        run([Segment(kv, prompt + 120, [7] * rows, range(rows), mask=ancestor_mask([-1] * (rows - 1)))])
         held = [before, kv.memory, kv.checkpoint]
         held += [each for entry in cache._entries for each in (entry.kv.memory, entry.kv.checkpoint)]
         storages = [
@@ -248,5 +249,5 @@ def test_all_that_sessions_hold_is_counted(prefixes):
         assert bytes_held <= size.session_bytes(prefixes) + size.pass_bytes(rows)
         assert bytes_held > size.pass_bytes(rows)
         assert (kv.checkpoint is not None) == prefixes
-        kv_cache.move(kv, [], 221)
-        cache.release(kv, [*[text] * 100, *[7] * 121], "one")
+        kv_cache.move(kv, [], prompt + 121)
+        cache.release(kv, [*[text] * prompt, *[7] * 121], "one")

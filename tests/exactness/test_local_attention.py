@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from dynatree.client import Client
 from tests.support.door import saved
 from tests.support.families import tiny_config, tiny_model
+from tests.support.processes import wait_until
 from tests.support.services import running_services
 
 # Windows and chunks are shorter than the trees are deep, so that a node does not see all of its ancestors.
@@ -65,3 +66,15 @@ def test_output_far_beyond_a_window_equals_that_of_generate(tmp_path):
             # the next turn of this conversation; at last, another one from the middle of the first prompt
             turn = chooser.choices(range(2, 2000), k=9)
             prompt = [*prompt, *completion.token_ids, *turn] if len(prompt) == 700 else [*prompt[:400], *turn]
+
+
+def test_the_prompt_of_a_long_answer_is_reused(tmp_path):
+    """In 16 bits, where passes of other sizes may have other bits, sessions leave their prompts alone to others."""
+    config = tiny_config("olmo3", sliding_window=24, max_position_embeddings=2048)
+    path = saved(tiny_model(config), tmp_path / "model")
+    prompt = random.Random(1).choices(range(2, 2000), k=400)
+    with running_services(tmp_path, path, path, dtype="bfloat16") as services, Client(services.draft_address) as client:
+        first = client.generate(prompt, max_new_tokens=330, ignore_eos=True)
+        wait_until(lambda: services.sessions == 0)
+        turn = client.generate([*prompt, *first.token_ids, 7], max_new_tokens=5, ignore_eos=True)
+    assert turn.stats.cached_tokens >= 399

@@ -1,5 +1,6 @@
 """Tests of models with recurrent layers through both services, held to `generate()` in float32."""
 
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,9 +31,9 @@ TREES = [policy for policy in policy_names() if policy not in (PLAIN, "ngram")]
 BUSH = {"policy": "fixed", "policy_settings": SETTINGS["fixed"], "ignore_eos": True}
 
 
-def families():
+def families(*short):
     return [
-        pytest.param(family, marks=() if family in (STANDS_FOR_ALL, "lfm2") else pytest.mark.long)
+        pytest.param(family, marks=() if family in (short or (STANDS_FOR_ALL, "lfm2")) else pytest.mark.long)
         for family in sorted(RECURRENT)
     ]
 
@@ -157,6 +158,39 @@ def logits_of_path(engine, tokens, prompt, chooser):
     for each in (kv, other):
         engine.kv_cache.release(each)
     return next(each for each in rows if len(each))[path]
+
+
+@pytest.mark.parametrize("family", families(STANDS_FOR_ALL, "mamba"))
+@torch.inference_mode()
+def test_sessions_that_go_on_from_one_cached_state_have_nothing_else_in_common(tmp_path, family):
+    """One session was given the other's state if both lay as many tokens behind the one that they began with."""
+    engine = load_engine(ModelSettings(str(saved_pair(family, tmp_path)[0]), dtype="float32", sessions=3))
+    cached = engine.kv_cache.reserve(100)
+    tokens = random.Random(0).choices(range(2, VOCAB_SIZE), k=100)
+    for start, stop in ((0, 70), (70, 100)):
+        engine.forward([Segment(cached, start, tokens[start:stop], range(start, stop), keep=[])])
+    after = cached.memory.position
+
+    def pieces(*sizes):
+        """The logits of pieces side by side, each from some of the cached tokens on."""
+        segments = []
+        for begin, size in sizes:
+            kv = engine.kv_cache.reserve(begin + size + 1)
+            engine.kv_cache.copy(cached, kv, begin)
+            own = random.Random(begin).choices(range(2, VOCAB_SIZE), k=size)
+            segments.append(Segment(kv, begin, own, range(begin, begin + size)))
+        logits = engine.forward(segments)
+        begun = [Segment(each.kv, each.stop, [5], [each.stop]) for each in segments]
+        logits = [torch.cat(each) for each in zip(logits, engine.forward(begun), strict=True)]
+        for each in segments:
+            engine.kv_cache.release(each.kv)
+        return logits
+
+    for begin, later in itertools.product((after + 2, after + 32, after + 70), (after + 65, 99)):
+        # the first session's last 64 tokens, which its state leaves out, begin where the second one goes on
+        first, second = (begin, 64 + later - begin), (later, 1)
+        for ours, alone in zip(pieces(first, second), [*pieces(first), *pieces(second)], strict=True):
+            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="kernels for x86 only")

@@ -43,7 +43,7 @@ from dynatree.v1 import draft_pb2, tree_pb2, verify_pb2
 
 EXPECTED = (ServiceError, StartupError, ApiError, DecodeError, SystemExit)
 _LOOP = asyncio.new_event_loop()
-_FOLDER = Path(tempfile.mkdtemp(prefix="parsers-"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="parsers-")  # deleted at exit
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _body(model: Any) -> Callable[[bytes], object]:
 
 def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
     def written(data: bytes) -> None:
-        path = _FOLDER / name
+        path = Path(_FOLDER.name) / name
         path.write_bytes(data)
         read(path)
 
@@ -161,7 +161,7 @@ def _answer_seed() -> bytes:
 
 
 def _recording_seed() -> bytes:
-    path = _FOLDER / "seed.npz"
+    path = Path(_FOLDER.name) / "seed.npz"
     run = {"text": 0, "prompt": 0, "temperature": 0.0, "seed": None, "prompt_tokens": 1, "new_tokens": 2, "nodes": 2}
     header = {"version": 1, "models": {}, "git": "", "texts": [], "options": {}, "runs": [run]}
     np.savez_compressed(

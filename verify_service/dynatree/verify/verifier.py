@@ -149,9 +149,7 @@ class Verifier:
 
     def close(self, session: VerifySession) -> None:
         """Release the session's KV range; the prefix cache may keep its contents until the slots are needed."""
-        request = session.request
-        held = session.read if session.unread or self._cache.only_prompts else session.length - 1
-        self._cache.release(session.kv, session.committed[:held], request.principal)
+        self._cache.release(session.kv, session.committed[: self._held(session)], session.request.principal)
 
     def is_sound(self) -> bool:
         """Whether a trial forward pass over one token yields finite logits; also True if no slot is free for it.
@@ -165,6 +163,10 @@ class Verifier:
         sound = not kv.broken and choose(logits, [0], Sampling()) != [NOT_CHOSEN]
         self._cache.release(kv, (), "")
         return sound
+
+    def _held(self, session: VerifySession) -> int:
+        """Return how many of a session's first tokens the prefix cache may keep."""
+        return session.read if session.unread or self._cache.only_prompts else session.length - 1
 
     def _begin_masks(self, states: NodeStates) -> Future[Tensor]:
         """Begin to compute the masks of a tree's rows on another thread, beside the forward pass on the device."""
@@ -192,7 +194,7 @@ class Verifier:
                 self.engine.kv_cache.move(session.kv, [session.length + n for n in verdict.accepted], session.length)
             session.round += 1
         session.commit(verdict.token_ids, finished=verdict.finish_reason is not None)
-        self.engine.kv_cache.forget(session.kv, session.length - 1)
+        self.engine.kv_cache.forget(session.kv, self._held(session))
         return replace(verdict, accepted=tuple(order[node] for node in verdict.accepted))
 
 

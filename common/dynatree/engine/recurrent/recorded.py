@@ -46,7 +46,8 @@ class Recorded:
         for to, each in zip(room.tensors, self.new, strict=True):
             to[count:stop] = each
         room.written = stop
-        return Recorded(tuple(each[:0] for each in self.new), stop, room)
+        # a view of no rows would hold the memory of all
+        return Recorded(tuple(each.new_empty(0, *each.shape[1:]) for each in self.new), stop, room)
 
     def joined(self) -> Records:
         """Return all records; without a copy if they are settled."""

@@ -79,9 +79,10 @@ def selective_scan(
 def fold(a: Tensor, state: Tensor, records: Records, passed: Passed | None = None) -> Tensor:
     """Compute the state after a chain of tokens: `[channels, states]`, from the state before it and their records.
 
-    The computation of the chain's outputs may have `passed` it.
+    The computation of the chain's outputs may have `passed` it, for this fold alone: another session may begin with the
+    same state and go on with other tokens.
     """
-    before, after = (passed or {}).get(len(records[0]), (None, None))
+    before, after = passed.pop(len(records[0]), (None, None)) if passed else (None, None)
     if before is state and after is not None:
         return after
     return deque(_chain(a, state, records), maxlen=1).pop() if len(records[0]) else state
