@@ -162,8 +162,75 @@ def test_a_template_tells_how_it_writes_calls(loaded: Any) -> None:
     for template in ("'[TOOL_CALLS]' + call.function.name", "'[TOOL_CALLS]' }}{{- tool_call['name']"):
         loaded.chat_template = f"{{{{ tools }}}} {{{{ {template} }}}}"
         assert PromptEncoder(loaded).tool_format == "mistral_named"
-    loaded.chat_template = "{{ tools }} in an unknown form"
-    assert PromptEncoder(loaded).tool_format == "hermes"
+
+
+# How the templates of models spell calls, in their own words.
+SPELT = {
+    "Qwen2.5, Qwen3": ("hermes", r"""<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n"""),
+    "Hermes 2": ("hermes", """<tool_call>\n{"arguments": <args-dict>, "name": <function-name>}\n</tool_call>"""),
+    "Hermes 3": (
+        "hermes",
+        r"""{{- '\n<tool_call>\n' }}
+        {{- '{"name": "' + tool_call.name + '", "arguments": ' + tool_call.arguments|tojson + '}' }}""",
+    ),
+    "Hermes by its parts": (
+        "hermes",
+        r"""{{- '\n<tool_call>\n' }}
+        {{- '{' }}{{- '"name": "' }}{{- tool_call.name }}""",
+    ),
+    "Qwen3-Coder": (
+        "qwen3_coder",
+        r"""<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>""",
+    ),
+    "Qwen3-Coder, by its code": ("qwen3_coder", r"""{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}"""),
+    "Llama 3": (
+        "llama3",
+        """{{- '{"name": "' + tool_call.name + '", ' }}
+            {{- '"parameters": ' }}
+            {{- tool_call.arguments | tojson }}""",
+    ),
+    "Llama 3, in words": (
+        "llama3",
+        """'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'""",
+    ),
+    "Mistral 7B": ("mistral", """{{- "[TOOL_CALLS] [" }}{%- set out = tool_call.function|tojson %}"""),
+    "Mistral Nemo": ("mistral", """{{- "[TOOL_CALLS][" }}{%- set out = tool_call.function|tojson %}"""),
+    "Devstral Small 2": ("mistral_named", "{{- '[TOOL_CALLS]' + tool['function']['name'] + '[ARGS]' + arguments }}"),
+    "GLM 4.5": (
+        None,
+        r"""<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>
+        {{- '\n<tool_call>' + tc.name }}{% set _args = tc.arguments %} "parameters": """,
+    ),
+    "Seed-OSS": (
+        None,
+        r"""<seed:tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>value_1""",
+    ),
+    "Command R7B": (
+        None,
+        """{"name": "{{ tool['function']['name'] }}", "description": "", "parameters": {{ tool }}
+        {"tool_call_id": "{{ tool_idx.value }}", "tool_name": "{{ tc['function']['name'] }}", "parameters": """,
+    ),
+    "DeepSeek V3": (None, """'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']"""),
+    "Kimi K2": (
+        None,
+        """<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments | tojson }}<|tool_call_end|>""",
+    ),
+    "MiniMax M1": (None, r"""<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}\n</tool_calls>"""),
+    "MiniMax M2": (None, r"""<minimax:tool_call>\n<invoke name="tool-name-1">\n<parameter name="param-key-1">"""),
+    "Phi-4-mini": (None, """<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>"""),
+    "Functionary": (None, """<function=example_function_name>{example_parameters}</function>, "parameters": """),
+    "Hunyuan": (None, r"""<tool_calls>\n<tool_call>' + name + '\n```json\n' + arguments"""),
+    "Nemotron Nano 2": (None, """<TOOLCALL>[{"name": "tool_name1", "arguments": {"arg1": "val1"}}]</TOOLCALL>"""),
+    "unknown": (None, "in an unknown form"),
+}
+
+
+@pytest.mark.parametrize("model", SPELT)
+def test_a_template_whose_calls_are_of_no_known_form_gets_functions_as_text(loaded: Any, model: str) -> None:
+    form, spelt = SPELT[model]
+    loaded.chat_template = f"{{% if tools %}}{{{{ tools }}}}{{% raw %}}{spelt}{{% endraw %}}{{% endif %}}{SMOLLM}"
+    assert PromptEncoder(loaded).tool_format == (form or "hermes")
+    assert ("You may call functions." in decoded(loaded, chat("")[:1], described(""))) == (form is None)
 
 
 @pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])

@@ -434,6 +434,19 @@ def accepts(grammar, text):
         ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'),
         ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, "3.0001", "3"),
         ({"type": "number", "exclusiveMaximum": -3.0, "exclusiveMinimum": -3.5}, "-3.25", "-3.0"),
+        *(
+            ({"properties": {name: {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}}}, *texts)
+            for name in ("default", "const", "enum", "examples")
+            for texts in [(f'{{"{name}": 3.25}}', f'{{"{name}": 3}}')]
+        ),
+        (
+            {
+                "$ref": "#/$defs/enum",
+                "$defs": {"enum": {"patternProperties": {"default": {"exclusiveMinimum": 3, "maximum": 3.5}}}},
+            },
+            *('{"default": 3.25}', '{"default": 3}'),
+        ),
+        ({"properties": {"properties": {"const": {"a": 3}}}}, '{"properties": {"a": 3}}', '{"properties": 3}'),
         (
             {"type": "number", "exclusiveMinimum": 2**40, "allOf": [{"maximum": 2**40 + 0.5}]},
             "1099511627776.5",

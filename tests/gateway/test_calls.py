@@ -30,8 +30,8 @@ NAMES: dict[str, dict[str, Any]] = {name: {} for name in ("weather", "add", "f.g
 Read = tuple[str, list[tuple[str, Any]]]  # the content, and the name and the arguments of each call
 
 
-def read(pieces: Sequence[str], functions: Any = None, openings: Sequence[str] = (), *, several: bool = True) -> Read:
-    reader = CallReader(functions or NAMES, openings, several=several)
+def read(pieces: Sequence[str], functions: Any = None, openings: Sequence[str] = (), **options: Any) -> Read:
+    reader = CallReader(functions or NAMES, openings, **options)
     parts = [*map(reader.push, pieces), reader.end()]
     calls = [call for _, found in parts for call in found]
     assert reader.calls == len(calls)
@@ -96,17 +96,18 @@ PIECES = (
     STRINGS | NAMED | XML | BARE | CUT | CALLS.map(tagged) | CUT.map(tagged) | BARE.map(lambda text: CALL_BEGIN + text)
 )
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
+FORMATS = ("hermes", "llama3", "mistral", "mistral_named", "qwen3_coder")
 
 
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, st.lists(st.integers(0, 400), max_size=12))
-def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
+@settings(max_examples=500, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 400), max_size=12), st.sampled_from(FORMATS))
+def test_how_a_text_is_cut_changes_nothing(text: str, cuts: list[int], tool_format: str) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
 
-    content, calls = read([text])
+    content, calls = read([text], tool_format=tool_format)
 
-    assert read([text[begin:end] for begin, end in pairwise(places)]) == (content, calls)
-    assert read(list(text)) == (content, calls)
+    assert read([text[begin:end] for begin, end in pairwise(places)], tool_format=tool_format) == (content, calls)
+    assert read(list(text), tool_format=tool_format) == (content, calls)
     if not calls:
         assert content == text
 
@@ -232,6 +233,9 @@ G = call("add", {"a": {"b": [1, {"c": "}"}]}}, "parameters")
 BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})]
 
 
+DESCRIBED = '{"name": "add", "description": "Adds", "parameters": {"type": "object", "properties": {}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -268,6 +272,10 @@ BOTH = [("weather", {"city": "Łódź"}), ("add", {"a": {"b": [1, {"c": "}"}]}})
         ('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": NaN}}', []),
         ('{"name": "add", "arguments": "{}"}', '{"name": "add", "arguments": "{}"}', []),
         ('{"name": "Oslo", "harbour": true}', '{"name": "Oslo", "harbour": true}', []),
+        ('{"name": "weather"}', '{"name": "weather"}', []),
+        ('{"name": "weather", "description": "Wet"}', '{"name": "weather", "description": "Wet"}', []),
+        (f"[{DESCRIBED}, {DESCRIBED}]", f"[{DESCRIBED}, {DESCRIBED}]", []),
+        (tagged('{"name": "weather"}'), "", [("weather", {})]),
         ('weather{"city": "Łódź"}add{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
         ('[TOOL_CALLS]weather[ARGS]{"city": "Łódź"}\n[TOOL_CALLS]add[ARGS]{"a": {"b": [1, {"c": "}"}]}}', "", BOTH),
         ('[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Łódź"}', "", BOTH[:1]),
@@ -289,6 +297,64 @@ def test_the_forms_of_calls(text: str, content: str, calls: list[tuple[str, Any]
     assert read(list(text)) == (content, calls)
 
 
+X, Y = "<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n</function>", '{"b": [1, {"c": "}"}]}'
+Y = f"<function=add><parameter=a>{Y}</parameter></function>"
+NEW, WRONG = 'weather{"city": "Łódź"}', 'weather{"city": Łódź}'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        ("qwen3_coder", f"\n\n{X}\n{CALL_END}", "", BOTH[:1]),
+        ("qwen3_coder", f"So:\n\n{X}\n{CALL_END}\n{Y}\n{CALL_END}", "So:", BOTH),
+        ("qwen3_coder", f"So:\n{X}\n{Y}", "So:", BOTH),
+        ("qwen3_coder", f"{X}\n{CALL_END}\nDone.", "Done.", BOTH[:1]),
+        ("qwen3_coder", f"Write {X} so.", f"Write {X} so.", []),
+        (
+            "qwen3_coder",
+            f"{X.replace('weather', 'other')}\n{CALL_END}",
+            f"{X.replace('weather', 'other')}\n{CALL_END}",
+            [],
+        ),
+        ("qwen3_coder", "<function=weather", "<function=weather", []),
+        ("hermes", f"\n\n{X}\n{CALL_END}", f"\n\n{X}\n{CALL_END}", []),
+        ("hermes", tagged(Y), "", BOTH[1:]),
+        ("mistral_named", f"Let me check.[TOOL_CALLS]weather[ARGS]{NEW[7:]}", "Let me check.", BOTH[:1]),
+        ("mistral_named", f"Let me check.weathera1b2c3d4e{NEW[7:]}", "Let me check.", BOTH[:1]),
+        ("mistral_named", f"Let me check.\n{NEW}add{G[30:-1]}", "Let me check.", BOTH),
+        ("mistral_named", f"Write {NEW} so. ", f"Write {NEW} so. ", []),
+        ("mistral_named", f"Let me check.{WRONG}", f"Let me check.{WRONG}", []),
+        ("mistral_named", f"Let me use my_{NEW}", f"Let me use my_{NEW}", []),
+        ("mistral_named", "The [weather] is [wet](https://example.org/a-b).", None, []),
+        ("mistral", f"Let me check.[TOOL_CALLS] [{F}, {G}]", "Let me check.", BOTH),
+        ("mistral", f"Let me check. [{F}]", "Let me check.", BOTH[:1]),
+        ("mistral", f"Let me check. [ {{ {F[1:]}]\n", "Let me check.", BOTH[:1]),
+        ("mistral", f"Write [{F}] so.", f"Write [{F}] so.", []),
+        ("mistral", f"Tools: [{DESCRIBED}]", f"Tools: [{DESCRIBED}]", []),
+        ("mistral", 'A list [1, [{"a": 2}]], and [TOOL.', None, []),
+        ("hermes", f"Let me check. [{F}]", f"Let me check. [{F}]", []),
+        ("llama3", f"Let me check.{NEW}", f"Let me check.{NEW}", []),
+    ],
+)
+def test_calls_behind_text_are_those_of_the_format(
+    tool_format: str, text: str, content: str | None, calls: list[tuple[str, Any]]
+) -> None:
+    expected = (text if content is None else content, calls)
+    assert read([text], tool_format=tool_format) == read(list(text), tool_format=tool_format) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["cats", "\ncats\n", "cats</parameter>", "\ncats and\n\n dogs\n", "\n\n", "\n", "", " a "]
+)
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_a_parameter_may_stand_in_one_line(value: str, between: str) -> None:
+    """At most one line break is dropped at each side of a value."""
+    parts = ["<function=weather>", f"<parameter=city>{value}</parameter>", "<parameter=b>1</parameter>", "</function>"]
+    stripped = value.removeprefix("\n").removesuffix("\n")
+    for text in (tagged(between.join(parts)), f"{CALL_BEGIN}{between.join(parts)}"):
+        assert read([text]) == read(list(text)) == ("", [("weather", {"city": stripped, "b": 1})])
+
+
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
     for name, parameters in {
@@ -300,12 +366,12 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "mistral_named", "qwen3_coder"])
+@pytest.mark.parametrize("tool_format", FORMATS)
 def test_what_the_grammar_of_calls_allows_is_read_as_calls(tool_format: str, several: bool) -> None:
     """The texts are random walks through the grammar, which end as soon as they may."""
     grammar, found = Grammar(GrammarKind.LARK, call_grammar(TOOLS, tool_format, several=several)), []
     for text in walks(grammar, 12, on=0.5 if several else 0.0):
-        content, calls = read([text])
+        content, calls = read([text], tool_format=tool_format)
         assert content == ""
         found.append(len(calls))
         for name, arguments in calls:
@@ -376,6 +442,7 @@ OTHERS = '{"a": 1, "b": 2}'
         ({"$defs": {"x": ONE}, "properties": {"x": {"$ref": "#/$defs/x"}}}, f'{{"x": {OTHERS}}}', False),
         ({"properties": {"type": {"const": "object"}, "properties": ONE}}, f'{{"properties": {OTHERS}}}', False),
         ({"properties": {"x": {"const": ONE}}}, f'{{"x": {json.dumps(ONE)}}}', True),
+        ({"properties": {"default": ONE}}, f'{{"default": {OTHERS}}}', False),
     ],
 )
 def test_a_forced_call_has_no_arguments_that_the_function_does_not_name(
@@ -427,9 +494,20 @@ def test_nesting_without_end_is_content() -> None:
         CallReader(NAMES).push(tagged(f'{{"name": "add", "arguments": {{"a": {"[" * depth}{"]" * depth}}}}}'))
 
 
-STARTS = ("additionalto", CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"type')
+STARTS = (
+    "additionalto",
+    "<function=weather>",
+    '[{"name"',
+    "[TOOL_CALLS]",
+    CALL_BEGIN,
+    '{"name":"',
+    '{"arguments',
+    '{"type',
+    '[{"type',
+)
 
 
+@pytest.mark.parametrize("tool_format", ["hermes", "mistral", "qwen3_coder"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -442,8 +520,8 @@ STARTS = ("additionalto", CALL_BEGIN, '{"name":"', '{"arguments', '{"type', '[{"
         "additional towns {here}",
     ],
 )
-def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str) -> None:
-    reader = CallReader(NAMES)
+def test_a_stream_keeps_back_only_what_may_begin_a_call(text: str, tool_format: str) -> None:
+    reader = CallReader(NAMES, tool_format=tool_format)
     told = ""
     for place, character in enumerate(text, 1):
         told += reader.push(character)[0]

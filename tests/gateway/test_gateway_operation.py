@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -11,8 +12,10 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -21,6 +24,9 @@ import requests
 
 from dynatree.cli.main import main
 from dynatree.common.version import version
+from dynatree.gateway.encoding import PIECE_BYTES
+from dynatree.gateway.errors import RequestFields
+from dynatree.gateway.responses import UntilStopped, as_events
 from dynatree.serving.security import SecuritySettings
 from tests.support.certificates import Authority
 from tests.support.gateways import Gateway, running_gateway, wait_for
@@ -178,6 +184,10 @@ def test_pages_of_other_origins_may_call_only_where_they_are_named(
         asks = {"Origin": "https://example.com", "Access-Control-Request-Method": "POST"}
         refused = requests.options(f"{open_gateway.url}/v1/completions", headers=asks, timeout=60)
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, "Disallowed CORS origin")
+        unknown = requests.get(f"{open_gateway.url}/health", headers=headers | {"Host": "example.net"}, timeout=60)
+        assert unknown.status_code == 421
+        assert unknown.headers["Access-Control-Allow-Origin"] == "https://example.org"
+        assert unknown.headers["X-Request-Id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -232,6 +242,37 @@ def test_a_stop_tells_the_requests_that_it_cuts(embedded_services: EmbeddedServi
             assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "service_unavailable")
         gateway.process.wait(20)
     assert "Traceback" not in gateway.log
+
+
+@pytest.mark.parametrize(("taken", "told"), [(1, True), (2, False), (4, True)])
+def test_a_stop_within_an_event_tells_nothing_more(taken: int, told: bool) -> None:
+    """An error behind a part of an event would be a part of its text; the server closes the connection instead."""
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[str]:
+        yield "a"
+        yield "b" * (PIECE_BYTES * 2)
+        yield "c"
+
+    async def stopped() -> None:
+        full = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if len(sent) == taken and not full.is_set():
+                full.set()
+                await asyncio.Event().wait()  # as uvicorn does before it writes
+            sent.extend([message["body"]] if "body" in message else [])
+
+        scope: Any = {"state": {"open_request": SimpleNamespace(ended_by=None)}}
+        app = UntilStopped(as_events(events(), RequestFields("prompt", None, None)))
+        request = asyncio.create_task(app(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        await full.wait()
+        request.cancel()
+        await request
+
+    asyncio.run(stopped())
+    *events_, last = b"".join(sent).split(b"\n\n")
+    assert ("service_unavailable" in events_[-1].decode()) == told == (last == b"")
 
 
 def test_a_stop_tells_requests_that_are_not_yet_at_the_model(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dynatree.gateway.calls_or_json import call_openings
 from dynatree.gateway.description import description
 from dynatree.gateway.encoding import Json, aside, encoded
 from dynatree.gateway.errors import ApiError, unauthorized
-from dynatree.gateway.front import Front
+from dynatree.gateway.front import Admission, Front
 from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.memory import check_answer
@@ -160,8 +160,8 @@ class Gateway:
         functions = {each.function.name: each.function.parameters or {} for each in body.callable}
         openings = call_openings(body.callable, info.tool_format) if body.calls_or_format else ()
         several = body.several_calls(info.tool_format)
-        reader = partial(CallReader, functions, openings, several=several) if functions else None
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, reader)
+        reader = partial(CallReader, functions, openings, several=several, tool_format=info.tool_format)
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, reader if functions else None)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:
@@ -331,10 +331,11 @@ def build_app(
         Route("/openapi.json", gateway.describe),
         Route("/", gateway.live_page),
     ]
+    requests = OpenRequests(limits)
     cors = Middleware(_Origins, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app = Starlette(
         routes=routes,
-        middleware=[*([cors] if origins else []), Middleware(UntilStopped)],
+        middleware=[*([cors] if origins else []), Middleware(Admission, requests, hosts), Middleware(UntilStopped)],
         exception_handlers={
             ApiError: _api_error,
             DynaTreeError: _service_error,
@@ -344,7 +345,7 @@ def build_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    front = Front(app, GatewayMetrics(registry), {route.path for route in routes}, OpenRequests(limits), hosts)
+    front = Front(app, GatewayMetrics(registry), {route.path for route in routes}, requests)
     return front
 
 

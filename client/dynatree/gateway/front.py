@@ -1,4 +1,4 @@
-"""The outermost ASGI application: assigns request ids, counts and logs requests, and enforces the limits."""
+"""The outermost ASGI application, which assigns request ids, counts and logs requests; and the admission behind it."""
 
 from __future__ import annotations
 
@@ -30,29 +30,20 @@ _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 class Front:
     """The outermost application.
 
-    It puts into `scope["state"]` a request's `request_id` (the caller's, or else a new one) and its `open_request`.
+    It puts into `scope["state"]` a request's `request_id`: the caller's, or else a new one.
 
     Args:
         app: The application behind it.
         metrics: The gateway's metrics.
         routes: Paths that have their own label in the metrics; the label of all other paths is "other".
         requests: The open requests.
-        hosts: Host names under which the gateway may be called.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: GatewayMetrics,
-        routes: Collection[str],
-        requests: OpenRequests,
-        hosts: Hosts,
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Collection[str], requests: OpenRequests) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
         self._requests = requests
-        self._hosts = hosts
 
     async def told(self, seconds: float) -> None:
         """Wait up to `seconds` for cancelled requests to send their error."""
@@ -87,14 +78,7 @@ class Front:
         if not watches:
             self._metrics.open.inc()
         try:
-            with ExitStack() as stack:
-                try:
-                    self._hosts.check(headers.get(b"host"))
-                    scope["state"]["open_request"] = stack.enter_context(self._requests.opened(watches=watches))
-                except ApiError as error:
-                    await error_response(error)(scope, receive, send_named)
-                else:
-                    await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send_named)
         finally:
             seconds = time.perf_counter() - began
             self._metrics.answered(route, status, times)
@@ -102,6 +86,38 @@ class Front:
                 self._metrics.open.dec()
                 fields = {"request_id": name.decode(), "route": route, "status": status, "seconds": seconds}
                 log.info("request", extra={"fields": fields})
+
+
+class Admission:
+    """Middleware that refuses requests to unknown hosts and beyond the limits.
+
+    It puts into `scope["state"]` a request's `open_request`.
+
+    Args:
+        app: The application behind it.
+        requests: The open requests.
+        hosts: Host names under which the gateway may be called.
+    """
+
+    def __init__(self, app: ASGIApp, requests: OpenRequests, hosts: Hosts) -> None:
+        self._app = app
+        self._requests = requests
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with ExitStack() as stack:
+            try:
+                self._hosts.check(dict(scope["headers"]).get(b"host"))
+                opened = self._requests.opened(watches=scope["path"] in WATCHING)
+                scope["state"]["open_request"] = stack.enter_context(opened)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
 
 
 def _path(path: str) -> str:

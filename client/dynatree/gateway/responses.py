@@ -19,6 +19,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # tells nginx to forward each event at once
 ]
+_EVENT_END = b"\n\n"
 # JSON may have them as they are, and they end no line of an event, but some clients split lines at them.
 _LINE_ENDS = ("\x85", "\u2028", "\u2029")
 
@@ -100,7 +101,7 @@ def _event(data: str, *, last: bool) -> Iterator[Message]:
     """Split one event into ASGI messages, so that sending a long event waits for the client to read."""
     for character in _LINE_ENDS:
         data = data.replace(character, f"\\u{ord(character):04x}")
-    event = f"data: {data}\n\n".encode()
+    event = f"data: {data}".encode() + _EVENT_END
     for start in range(0, len(event), PIECE_BYTES):
         end = start + PIECE_BYTES
         yield {
@@ -121,16 +122,20 @@ class UntilStopped:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; if its task is cancelled, send the error in the form that is still possible."""
-        begun = as_events = ended = False
+        """Answer a request; if its task is cancelled, send the error in the form that is still possible.
+
+        After a part of an event there is none: the error would be in its text. The server then closes the connection.
+        """
+        begun = as_events = ended = cut = False
 
         async def noted(message: Message) -> None:
-            nonlocal begun, as_events, ended
+            nonlocal begun, as_events, ended, cut
             if message["type"] == "http.response.start":
                 begun, as_events = True, message["headers"] is _HEADERS
             elif message["type"] == "http.response.body":
                 ended = not message.get("more_body", False)
-            await send(message)
+            await send(message)  # uvicorn writes nothing of a message whose sending is cancelled
+            cut = not message.get("body", _EVENT_END).endswith(_EVENT_END)
 
         try:
             await self._app(scope, receive, noted)
@@ -139,7 +144,7 @@ class UntilStopped:
             error = request.ended_by or shutting_down()
             if not begun:
                 await error_response(error)(scope, receive, send)
-            elif as_events and not ended:
+            elif as_events and not ended and not cut:
                 for message in _event(encode(error.body()), last=True):
                     await send(message)
 

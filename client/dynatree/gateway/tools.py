@@ -25,13 +25,35 @@ _MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")  # Mistral and Llama 3 may write o
 # Keywords of JSON schemas: beside `properties`, they say more of the same object; the others' values are no schemas.
 COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties", "minProperties"))
 _DATA = frozenset(("const", "enum", "default", "examples"))
+_MAPS = frozenset(("properties", "$defs", "definitions"))  # their values are schemas, by any name
 # Of JSON in a Lark grammar, which would otherwise have any white space.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NOT_SPACE = re.compile(r"\S")
 _OUTSIDE = re.compile(f'"|{CALL_BEGIN}|{CALL_END}')
 _IN_STRING = re.compile(r'["\n]|\\[\s\S]')  # JSON's strings have no line breaks
-_XML_END = re.compile(r"(?:\n</parameter>|<function=[^>\n]{1,128}>)\n</function>\s{0,8}(?=</?tool_call>)")
+
+
+def _begun(text: str) -> str:
+    """Return a pattern of the beginnings of a text."""
+    return "".join(f"(?:{re.escape(each)}" for each in text) + ")?" * len(text)
+
+
+# By format, how else than with a tag calls may begin behind text, and which end of a text may begin them. From `last`
+# on, the whole rest is calls, or nothing is. Marks in brackets are special tokens, which the text may lack.
+_FIRST_KEYS = ('"name"', '"arguments"', '"type"', '"id"')
+_BEGINS = {
+    "qwen3_coder": "|(?=<function=(?:{known})>)",
+    "mistral": rf"|(?P<last>\[TOOL_CALLS\]|\[\s*\{{{{\s*(?:{'|'.join(_FIRST_KEYS)}))",
+    "mistral_named": r"|(?P<last>\[TOOL_CALLS\]|(?<![a-zA-Z0-9_-]){named}\{{)",
+}
+_ENDS = {
+    "qwen3_coder": rf"<function=[a-zA-Z0-9_.-]*|{_begun(XML_BEGIN)}|",
+    "mistral": rf"\[\s*(?:\{{\s*(?:{'|'.join(map(_begun, _FIRST_KEYS))}))?|{_begun('[TOOL_CALLS]')}|",
+    "mistral_named": r"(?<![a-zA-Z0-9_.[\]-])[a-zA-Z0-9_.[\]-]+|",
+}
+_XML_END = re.compile(r"(?:</parameter>|<function=[^>\n]{1,128}>)\s{0,8}</function>\s{0,8}(?=</?tool_call>)")
 _LONGEST_END = 200  # characters of `_XML_END`
+_CALL_KEYS = frozenset(("name", "arguments", "parameters", "type", "id"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates accept no other length
@@ -174,12 +196,15 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         together = "allOf" in value or ("properties" in value and not COMBINING.isdisjoint(value))
         return together or any(map(combines, value.values()))
 
-    def closed(value: Any) -> Any:
+    def closed(value: Any, *, by_name: bool = False) -> Any:
         if isinstance(value, list):
             return [closed(each) for each in value]
         if not isinstance(value, dict):
             return value
-        changed = {name: each if name in _DATA else closed(each) for name, each in value.items()}
+        changed = {
+            name: each if name in _DATA and not by_name else closed(each, by_name=name in _MAPS and not by_name)
+            for name, each in value.items()
+        }
         properties, required = value.get("properties"), value.get("required", [])
         if value.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
             named = all(isinstance(name, str) and name in properties for name in required)
@@ -208,17 +233,24 @@ class CallReader:
 
     A call is a JSON object with `name` and `arguments` or `parameters`: between `<tool_call>` and `</tool_call>`, or,
     one or more of them or a list, as the whole answer. As the whole answer, calls may also be names, each with a JSON
-    object of arguments after it (`_named`). White space beside calls is dropped. How the text is cut changes neither
-    the content nor the calls, and a text without calls is the content.
+    object of arguments after it (`_named`). In Mistral's formats, text may precede these. In that of Qwen3-Coder, a
+    call may lack `<tool_call>`. White space beside calls is dropped. How the text is cut changes neither the content
+    nor the calls, and a text without calls is the content.
 
     Args:
         functions: The schema of the parameters of each function, by name.
         openings: Texts that calls begin with. If there are some, an answer that begins otherwise is content.
         several: Whether the answer may have several calls. If not, the calls behind the first are dropped.
+        tool_format: How the chat template writes calls.
     """
 
     def __init__(
-        self, functions: Mapping[str, Mapping[str, Any]], openings: Sequence[str] = (), *, several: bool = True
+        self,
+        functions: Mapping[str, Mapping[str, Any]],
+        openings: Sequence[str] = (),
+        *,
+        several: bool = True,
+        tool_format: str = "",
     ) -> None:
         self._functions = functions
         self._names = names = functions.keys()
@@ -226,8 +258,11 @@ class CallReader:
         self._starts = (*_MARKERS, *(begin + first for begin in ("{", "[{") for first in firsts))
         known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         # As newer models of Mistral write it. The marks are special tokens, so the text may lack them, but not the id.
-        self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?\s*(?={{)")
+        named = rf"({known})(?:\[CALL_ID\])?(?:{_ID})?(?:\[ARGS\])?"
+        self._named = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?{named}\s*(?={{)")
         self._before_arguments = re.compile(rf"(?:{known})[a-zA-Z0-9]{{0,{_ID_LENGTH}}}")
+        self._begin = re.compile(CALL_BEGIN + _BEGINS.get(tool_format, "").format(known=known, named=named))
+        self._open = re.compile(rf"(?:{_ENDS.get(tool_format, '')}{_begun(CALL_BEGIN)})\Z")
         self._openings = openings
         self._several = several
         self._plain: bool | None = None if openings else False  # whether it is content; None: too early to tell
@@ -255,10 +290,8 @@ class CallReader:
         """Return the rest of the content and of the calls."""
         if self._plain is not False:
             return self._pending, []
-        if self._whole is not False:
-            text = self._pending.strip()
-            if calls := self._calls_in(_objects(_without_marker(text))) or self._calls_in(self._named_objects(text)):
-                return self._kept("", calls)
+        if self._whole is not False and (calls := self._bare_calls(self._pending.strip())):
+            return self._kept("", calls)
         return self._kept(*self._parts(final=True))
 
     def _kept(self, content: str, calls: list[Call]) -> tuple[str, list[Call]]:
@@ -285,12 +318,16 @@ class CallReader:
         content: list[str] = []
         calls: list[Call] = []
         text, done = self._pending, 0
-        while (begin := text.find(CALL_BEGIN, done)) >= 0:
-            inside = begin + len(CALL_BEGIN)
-            end = self._end(text, inside, final)
+        while match := self._begin.search(text, done):
+            begin, inside = match.span()
+            last = match.lastgroup == "last"
+            end = (len(text) if final else None) if last else self._end(text, inside, final)
             if end is None:
                 break
-            found = self._calls_in(self._objects_in(text[inside:end].strip()))
+            if last:
+                found = self._bare_calls(text[begin:].strip())
+            else:
+                found = self._calls_in(self._objects_in(text[inside:end].strip()))
             ended = text.startswith(CALL_END, end)
             behind = end + len(CALL_END) if ended else inside + len(text[inside:end].rstrip())
             content.append(self._beside_calls(text[done:begin].rstrip() if found else text[done:behind]))
@@ -300,7 +337,8 @@ class CallReader:
         if final:
             told = len(text)
         else:  # white space is dropped if a call follows
-            told = done + len(text[done : begin if begin >= 0 else len(text) - _open_end(text)].rstrip())
+            match = match or self._open.search(text, done)
+            told = done + len(text[done : match.start() if match else None].rstrip())
         content.append(self._beside_calls(text[done:told]))
         self._pending, self._place = text[told:], max(self._place - told, 0)
         return "".join(content), calls
@@ -342,6 +380,11 @@ class CallReader:
             self._behind_call = not text
         return text
 
+    def _bare_calls(self, text: str) -> list[Call]:
+        """Return the calls that a text without tags is; none if it is anything else."""
+        objects = (each if _is_bare_call(each) else None for each in _objects(_without_marker(text)))
+        return self._calls_in(objects) or self._calls_in(self._named_objects(text))
+
     def _named_objects(self, text: str) -> Iterator[Any]:
         """Yield an object for each name with arguments after it; None for anything else."""
         place = 0
@@ -369,6 +412,11 @@ class CallReader:
             except RecursionError:
                 return []
         return calls
+
+
+def _is_bare_call(value: Any) -> bool:
+    """Whether JSON without tags is written as a call: with arguments, and without keys of other objects with names."""
+    return isinstance(value, dict) and value.keys() <= _CALL_KEYS and ("arguments" in value or "parameters" in value)
 
 
 def _without_marker(text: str) -> str:
@@ -399,8 +447,3 @@ def _written(arguments: dict[str, Any]) -> str:
     """Return arguments as JSON; other characters than ASCII stay as they are unless UTF-8 has no form for one."""
     text = json.dumps(arguments, ensure_ascii=False)
     return json.dumps(arguments) if _SURROGATE.search(text) else text
-
-
-def _open_end(text: str) -> int:
-    """Return the length of the text's end that may begin `CALL_BEGIN`."""
-    return next((size for size in range(len(CALL_BEGIN) - 1, 0, -1) if text.endswith(CALL_BEGIN[:size])), 0)

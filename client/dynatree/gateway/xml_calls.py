@@ -6,7 +6,8 @@
     </parameter>
     </function>
 
-A text is written as it is, other values as JSON; templates write the constants of Python in earlier calls.
+A text is written as it is, other values as JSON; templates write the constants of Python in earlier calls. Models may
+leave out line breaks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any
 from dynatree.gateway.schema_types import Schema, types, types_of
 
 BEGIN = "<function="
-_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\n")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>\s*")
+_PARAMETER_BEGIN = "<parameter="
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n(?:(.*?)\n)??</parameter>\n(?=<parameter=|</function>)", re.DOTALL)
+_LOOSE = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 _FUNCTION_END = re.compile(r"</function>\s*")
 _PYTHON = {"True": True, "False": False, "None": None}
 # Keywords of an object's schema, and of a text's, whose meaning the grammar keeps.
@@ -38,14 +41,16 @@ def objects(text: str, functions: Mapping[str, Schema]) -> Iterator[Any]:
         text: One or more calls.
         functions: The schema of the parameters of each function, by name.
     """
-    place = 0
+    place, parameter = 0, _PARAMETER
     while place < len(text):
         begun = _FUNCTION.match(text, place)
         if begun is None or begun[1] not in functions:
             yield None
             return
         arguments, place = {}, begun.end()
-        while found := _PARAMETER.match(text, place):
+        while text.startswith(_PARAMETER_BEGIN, place) and (
+            found := parameter.match(text, place) or (parameter := _LOOSE).match(text, place)
+        ):
             arguments[found[1]] = _value(found[2] or "", found[1], functions[begun[1]])
             place = found.end()
         ended = _FUNCTION_END.match(text, place)

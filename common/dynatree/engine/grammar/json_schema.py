@@ -75,12 +75,14 @@ def _prepared(value: Any) -> Any:
     return _followed(value) if isinstance(value, dict) else value
 
 
-def _schemas_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the schemas of a document, and the objects that hold some by name."""
+def _schemas_in(value: Any, *, by_name: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of a document, and the objects that hold some `by_name`, where any name may stand."""
     if isinstance(value, dict):
         yield value
-        value = [each for key, each in value.items() if key not in _DATA]
-    if isinstance(value, list):
+        for key, each in value.items():
+            if by_name or key not in _DATA:
+                yield from _schemas_in(each, by_name=key in _MAPS and not by_name)
+    elif isinstance(value, list):
         for each in value:
             yield from _schemas_in(each)
 

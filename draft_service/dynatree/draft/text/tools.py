@@ -9,14 +9,17 @@ from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
 
-# What a template has that writes calls in a known form; the first that fits counts. Newer templates of Mistral write
-# the function's name after the mark, the older ones an array.
+# What may stand in a template between two texts that it writes one after the other.
+_JOINT = r"""(?:\\n|[\s'"{}+~-])*"""
+# The beginning of a call as a template spells it that writes calls in a known form; the first that fits counts. Other
+# forms share a tag or a key with these, so neither tells a form. Newer templates of Mistral write the function's name
+# after the mark, the older ones an array.
 _SIGNS = {
     "mistral_named": re.compile(r"""\[ARGS\]|\[TOOL_CALLS\]['"][\s+~}{-]*\w[\w.]*(\.name\b|\[['"]name['"]\])"""),
-    "mistral": re.compile(r"\[TOOL_CALLS\]"),
-    "qwen3_coder": re.compile("<function="),
-    "hermes": re.compile("<tool_call>"),
-    "llama3": re.compile('"parameters"'),
+    "mistral": re.compile(rf"\[TOOL_CALLS\]{_JOINT}\["),
+    "qwen3_coder": re.compile(f"<tool_call>{_JOINT}<function="),
+    "hermes": re.compile(rf"""<tool_call>{_JOINT}\\?"(?:name|arguments)\\?":"""),
+    "llama3": re.compile(rf"""(?<![>[])\{{\\?"name\\?": [^,]{{1,80}},{_JOINT}\\?"parameters\\?":"""),
 }
 _TOOLS = re.compile(r"\btools\b")
 _INSTRUCTIONS = """You may call functions. Each of these lines describes one, with a JSON schema of its parameters:
