@@ -136,6 +136,17 @@ def test_rows_masked_at_once_choose_as_rows_masked_in_turn(sampling, monkeypatch
     assert calls == ([] if sampling.residual else [31] * 24)
 
 
+def test_a_host_samples_for_the_accepted_path_alone(monkeypatch):
+    """With top-p and 150,000 tokens, a row takes some 20 ms; those of a whole tree took longer than its forward pass."""
+    calls = []
+    monkeypatch.setattr(
+        "dynatree.verify.verifier.choose", lambda rows, *rest: calls.append(len(rows)) or choose(rows, *rest)
+    )
+    logits = 2 * torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    found = rounds(Table(logits), Sampling(temperature=1.0, seed=5, top_p=0.9), 2)
+    assert calls == [1] * sum(len(tokens) for tokens, *_ in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_of_masked_rows(dtype):
     """Forbidden tokens have -9999, and stand behind the allowed ones, lowest id first."""

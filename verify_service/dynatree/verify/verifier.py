@@ -134,7 +134,7 @@ class Verifier:
             logits, choices = decided
         forwarded = time.perf_counter()
         verdicts = [
-            _result(partial(_judge, part, rows, chosen, each, mask))
+            _result(partial(_judge, part, rows, chosen, each, mask, at_once=decides))
             for part, rows, chosen, each, mask in zip(parts, logits, choices, states, masks, strict=True)
         ]
         accepted = time.perf_counter()
@@ -236,12 +236,15 @@ def _judge(
     chosen: Sequence[int] | None,
     states: NodeStates | None,
     masks: Future[Tensor] | None,
+    *,
+    at_once: bool,
 ) -> Verdict | None:
     """The verdict of a round; None if the prompt is not fully read.
 
     `logits` has one row for the root and one for each node, `[1 + nodes, vocabulary]`; for a prompt, its last row takes
     the place of the root's. `chosen` holds the choices for all rows, if the device has made them; `states`, the
-    grammar's; `masks`, those of all rows, if the choices after all of them are made at once.
+    grammar's; `masks`, those of all rows, if the choices after all of them are made at once. The host samples along the
+    accepted path alone, unless they are made `at_once`, because for each it sorts and draws whole vocabularies.
 
     Raises:
         NotFiniteError: A choice depends on numbers that are not finite, or on values that replaced such numbers.
@@ -258,7 +261,7 @@ def _judge(
     if request.decoding.sampling.residual:
         verdict = _accept_residual(session, tree, masked)
     else:
-        if chosen is None and masked.rows_at_once is not None:
+        if chosen is None and masked.rows_at_once is not None and (at_once or request.decoding.sampling.greedy):
             positions = [session.length, *(session.length + depth for depth in tree.depths)]
             histories = _histories(session, tree, range(-1, len(tree)))
             chosen = choose(masked.rows_at_once, positions, request.decoding.sampling, histories)
