@@ -137,7 +137,7 @@ def test_rows_masked_at_once_choose_as_rows_masked_in_turn(sampling, monkeypatch
 
 
 def test_a_host_samples_for_the_accepted_path_alone(monkeypatch):
-    """With top-p and 150,000 tokens, a row takes some 20 ms; those of a whole tree took longer than its forward pass."""
+    """With top-p and 150,000 tokens, a row takes some 20 ms, and those of a whole tree longer than its forward pass."""
     calls = []
     monkeypatch.setattr(
         "dynatree.verify.verifier.choose", lambda rows, *rest: calls.append(len(rows)) or choose(rows, *rest)
