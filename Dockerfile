@@ -48,9 +48,11 @@ CMD ["gateway", "--server", "dns:///draft:50051", "--listen", "0.0.0.0:8000", "-
 FROM python AS serve
 # More arguments for pip; which index it is given decides between the CPU and the CUDA builds of torch.
 ARG PIP_ARGS=""
+# Ours, with offloaded layers and the measured number of rows, is the folder dynatree of XDG_CACHE_HOME.
 ENV HF_HOME=/var/cache/huggingface \
-    TRITON_CACHE_DIR=/var/cache/triton
-RUN install --directory --owner dynatree --group dynatree "$HF_HOME" "$TRITON_CACHE_DIR"
+    XDG_CACHE_HOME=/var/cache \
+    TRITON_CACHE_DIR=/var/cache/dynatree/triton
+RUN install --directory --owner dynatree --group dynatree "$HF_HOME" "$XDG_CACHE_HOME/dynatree" "$TRITON_CACHE_DIR"
 
 # The dependencies come first, so that a change of the code does not fetch torch again.
 WORKDIR /src

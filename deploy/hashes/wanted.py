@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+EXTRAS = {"gateway": ("gateway",), "serve": ("serve", "otel")}
+
 
 def wanted(image: str) -> list[str]:
     """The requirements of the package itself, as pyproject.toml has them."""
@@ -16,8 +18,8 @@ def wanted(image: str) -> list[str]:
     if image == "build":
         return list(given["build-system"]["requires"])
     project = given["project"]
-    every = [*project["dependencies"], *project["optional-dependencies"][image]]
-    return [each for each in every if not re.match(r"torch\b", each)]
+    extras = [each for name in EXTRAS[image] for each in project["optional-dependencies"][name]]
+    return [each for each in [*project["dependencies"], *extras] if not re.match(r"torch\b", each)]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def compose(files: Sequence[str], secrets: Path, *arguments: str) -> str:
     named = [word for file in files for word in ("--file", file)]
     command = ["docker", "compose", "--project-name", "dynatree-gateway", *named, *arguments]
     environment = os.environ | {
-        "DYNATREE_PORT": str(PORT),
+        "DYNATREE_GRPC_PORT": str(PORT),
         "DYNATREE_HTTP_PORT": str(HTTP_PORT),
         "SECRETS": str(secrets),
     }

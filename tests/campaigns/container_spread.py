@@ -39,7 +39,7 @@ METRICS = {"draft": 9101, "verify": 9102}
 def compose(*arguments: str) -> str:
     """Run a compose command and return its output."""
     command = ["docker", "compose", "--project-name", "dynatree-spread", *arguments]
-    environment = os.environ | {"DYNATREE_PORT": PORTS}
+    environment = os.environ | {"DYNATREE_GRPC_PORT": PORTS}
     run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return run.stdout
 

@@ -300,6 +300,21 @@ def test_a_draft_service_is_told_how_to_name_the_copy(capsys: pytest.CaptureFixt
     )
 
 
+def test_without_a_draft_model_its_options_have_no_effect_and_the_log_names_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deployments give both services the same dtype, device, weights and slots."""
+    for name in ("check_draft", "configure_logging", "without_torch"):
+        monkeypatch.setattr(f"dynatree.cli.draft.{name}", lambda *_: None)
+    monkeypatch.setattr("dynatree.draft.serve_ngrams.run", lambda settings: int(settings.model is not None))
+    monkeypatch.setenv("DYNATREE_KV_TOKENS", "4096")
+    monkeypatch.setenv("DYNATREE_WEIGHTS", "auto")
+    command = ["draft", "--draft-model", "none", "--verify", "localhost:1"]
+    assert main([*command, "--device", "cuda", "--dtype", "bfloat16"]) == 0
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "without a draft model, --device, --dtype, --kv-tokens have no effect"
+
+
 def test_packed_weights_are_not_rounded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(save_packed(tmp_path, "gptq", 4)[0])
     capsys.readouterr()

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dynatree.cli import draft as draft_command
+from dynatree.cli.checks import check_policy
+from dynatree.cli.parser import PREFIX, Parser
+from dynatree.cli.settings import draft_settings, verify_settings
 from dynatree.draft.metrics import DraftMetrics
+from dynatree.draft.policies import policy_names
+from dynatree.engine.gpu import kept_rows
+from dynatree.engine.offload import layer_cache
+from dynatree.engine.settings import DTYPES, WEIGHTS
 from dynatree.gateway.description import description
+from dynatree.gateway.errors import ApiError
+from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.metrics import GatewayMetrics
 from dynatree.serving.grpc_options import QUEUE, REFUSED
 from dynatree.serving.metrics import new_registry
@@ -31,7 +41,21 @@ from tests.support.paths import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 PARTS = ("verify", "draft", "gateway")
+MODELS = ("verify", "draft")
 COMPOSE_FILES = ("docker-compose.yml", "docker-compose.tls.yml", "docker-compose.gpu.yml")
+VARIANTS = (COMPOSE_FILES[:1], COMPOSE_FILES[:2], COMPOSE_FILES[::2], COMPOSE_FILES)
+OVERLAYS: tuple[tuple[str, ...], ...] = ((), ("gpu",), ("tls",), ("gpu", "tls"))  # the components of each
+# Values that the guide gives for the variables of compose. Those of manifests have the same names.
+CHOICES = {
+    "DTYPE": (*DTYPES, "auto"),
+    "DEVICE": ("cpu", "cuda", "auto"),
+    "WEIGHTS": (*WEIGHTS, "auto"),
+    "DRAFT_WEIGHTS": (*WEIGHTS, "auto"),
+    "KV_TOKENS": ("4096",),
+    "LOG_FORMAT": ("text", "json"),
+    "TARGET_MODEL": ("EleutherAI/pythia-2.8b",),
+    "DRAFT_MODEL": ("EleutherAI/pythia-70m", "none"),
+}
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:\+|:?-)([^${}]*))?\}")
 METRIC = re.compile(r"\bdynatree_[a-z0-9_]+")
 SCRAPED = re.compile(r"\b(?:process|python)_[a-z0-9_]+")
@@ -116,27 +140,122 @@ def test_the_guide_lists_every_metric(metrics: set[str]) -> None:
     assert listed == families
 
 
-def services() -> Iterator[tuple[str, list[str]]]:
-    """Return the command lines in manifests and compose files."""
-    base = {part: yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0] for part in PARTS}
-    literals = yaml_documents(KUBERNETES / "base" / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
-    values = dict(literal.split("=", 1) for literal in literals)
-    for part, deployment in base.items():
-        [container] = deployment["spec"]["template"]["spec"]["containers"]
-        [secured] = yaml_documents(KUBERNETES / "components" / "tls" / f"{part}.yaml")
-        [patch] = secured["spec"]["template"]["spec"]["containers"]
-        for command in (container["command"], patch["command"]):
-            arguments = [re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], each) for each in container["args"]]
-            assert command[:2] == ["dynatree", part]
-            yield part, [*command[2:], *arguments]
-    for file in ("docker-compose.yml", "docker-compose.tls.yml"):
-        for part, service in yaml_documents(ROOT / file)[0]["services"].items():
-            if "command" not in service:
-                continue
-            for variables in ({}, {"POLICY": "linear", "KV_TOKENS": "4096", "WEIGHTS": "int8"}):
-                command = interpolated(service["command"], variables).split()
-                assert command[0] == part
-                yield part, command[1:]
+def choices() -> Iterator[dict[str, str]]:
+    """Yield the variables of deployments: none, each value alone, each beside no draft model, and each policy."""
+    yield {}
+    for name, values in CHOICES.items():
+        for value in values:
+            yield {name: value}
+            yield {name: value, "DRAFT_MODEL": "none"}
+    for policy in policy_names():
+        yield {"POLICY": policy}
+        if policy in ("throughput", "ngram", "autoregressive"):
+            yield {"POLICY": policy, "DRAFT_MODEL": "none"}
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Return what compose makes of two files: mappings and volumes add up, other values are replaced."""
+    both = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            both[key] = merged(old, value)
+        elif key == "volumes" and isinstance(value, list):
+            both[key] = [*(old or []), *value]
+        else:
+            both[key] = value
+    return both
+
+
+def composed(files: tuple[str, ...], variables: dict[str, str]) -> dict[str, Any]:
+    """Return the services of compose files."""
+    found: Any = {}
+    for file in files:
+        found = merged(found, yaml_documents(ROOT / file)[0]["services"])
+    return {part: replaced(service, variables) for part, service in found.items()}
+
+
+def replaced(value: Any, variables: dict[str, str]) -> Any:
+    """Return a value of compose with its variables replaced in every text."""
+    if isinstance(value, dict):
+        return {key: replaced(each, variables) for key, each in value.items()}
+    if isinstance(value, list):
+        return [replaced(each, variables) for each in value]
+    return interpolated(value, variables) if isinstance(value, str) else value
+
+
+def pod(part: str, components: tuple[str, ...]) -> Any:
+    """Return the pod of a service with components on the base: lists of things with names add up, as in kustomize."""
+
+    def patched(below: Any, above: Any) -> Any:
+        if isinstance(below, dict) and isinstance(above, dict):
+            both = below | {key: patched(below.get(key), value) for key, value in above.items()}
+            return {key: value for key, value in both.items() if value is not None}
+        if isinstance(below, list) and isinstance(above, list) and all(isinstance(each, dict) for each in above):
+            named = {each["name"]: each for each in below}
+            return list((named | {each["name"]: patched(named.get(each["name"]), each) for each in above}).values())
+        return above
+
+    template = yaml_documents(KUBERNETES / "base" / f"{part}.yaml")[0]["spec"]["template"]
+    for component in components:
+        path = KUBERNETES / "components" / component / f"{part}.yaml"
+        if path.exists():
+            template = patched(template, yaml_documents(path)[0]["spec"]["template"])
+    return template
+
+
+def literals(components: tuple[str, ...]) -> dict[str, str]:
+    """Return the values that manifests have for their variables."""
+    found: dict[str, str] = {}
+    for folder in ("base", *(f"components/{component}" for component in components)):
+        [kustomization] = yaml_documents(KUBERNETES / folder / "kustomization.yaml")
+        for generator in kustomization.get("configMapGenerator", ()):
+            found |= dict(literal.split("=", 1) for literal in generator["literals"])
+    return found
+
+
+def started(part: str, words: list[str], environment: dict[str, Any]) -> argparse.Namespace:
+    """Return the options of a service with this command and environment; every variable must be one of its options."""
+    parser = Parser(allow_abbrev=False, exit_on_error=False)
+    importlib.import_module(f"dynatree.cli.{part}").add_arguments(parser)
+    given = {name: str(value) for name, value in environment.items() if name.startswith(PREFIX)}
+    assert set(given) <= set(option_variables(parser))
+    parser.environment = given
+    return parser.parse_args(words)
+
+
+def option_variables(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options by the variables that set them."""
+    return {
+        PREFIX + name.removeprefix("--").replace("-", "_").upper(): action
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    }
+
+
+def in_compose(files: tuple[str, ...], variables: dict[str, str]) -> dict[str, argparse.Namespace]:
+    """Return the options of each service of compose files."""
+    options = {}
+    for part, service in composed(files, variables).items():
+        command, *words = service["command"].split()
+        assert command == part
+        options[part] = started(part, words, service.get("environment", {}))
+    return options
+
+
+def in_pods(components: tuple[str, ...], variables: dict[str, str]) -> dict[str, argparse.Namespace]:
+    """Return the options of each service of manifests; `variables` are further literals."""
+    values = literals(components)
+    values |= {name: value for name, value in variables.items() if name in values}
+    options = {}
+    for part in PARTS:
+        [container] = pod(part, components)["spec"]["containers"]
+        program, command, *words = container["command"]
+        assert (program, command) == ("dynatree", part)
+        words += [re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], each) for each in container["args"]]
+        options[part] = started(part, words, {each["name"]: each.get("value") for each in container.get("env", ())})
+    return options
 
 
 def interpolated(text: str, variables: dict[str, str]) -> str:
@@ -164,13 +283,144 @@ def yaml_documents(path: Path) -> list[Any]:
     return list(yaml.load_all(path.read_text(), Loader))
 
 
-@pytest.mark.parametrize(("part", "arguments"), list(services()))
-def test_services_take_the_options_of_deployments(part: str, arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"dynatree.cli.{part}").add_arguments(parser)
-    options, unknown = parser.parse_known_args(arguments)
-    assert unknown == []
-    assert options.listen
+@pytest.mark.parametrize("variant", [*VARIANTS, *OVERLAYS], ids="+".join)
+def test_services_take_the_options_of_deployments(variant: tuple[str, ...]) -> None:
+    for variables in choices():
+        options = (in_compose if variant in VARIANTS else in_pods)(variant, variables)
+        assert set(options) == set(PARTS)
+        verify_settings(options["verify"])
+        settings = draft_settings(options["draft"])
+        check_policy(settings.policy.name, settings.policy.settings, has_model=settings.model is not None)
+        given = {"DTYPE": "dtype", "DEVICE": "device", "WEIGHTS": "weights", "LOG_FORMAT": "log_format"}
+        for name, value in variables.items():
+            if name in given:
+                assert getattr(options["verify"], given[name]) == value
+
+
+@pytest.mark.parametrize("files", VARIANTS, ids="+".join)
+def test_another_file_can_set_every_option_of_compose(files: tuple[str, ...]) -> None:
+    """A command would take precedence over the variables."""
+    for part, service in composed(files, {}).items():
+        assert service["command"] == part
+
+
+def test_no_variable_of_compose_means_something_else_to_a_command() -> None:
+    """A variable inside another one's default is an older name of that one."""
+    names = {name for file in COMPOSE_FILES for name in re.findall(r"(?<!:-)\$\{(\w+)", (ROOT / file).read_text())}
+    assert len(names) > 15
+    for part in (*PARTS, "serve"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"dynatree.cli.{part}").add_arguments(parser)
+        assert not names & set(option_variables(parser))
+
+
+def test_every_deployment_has_the_metrics_that_prometheus_asks_for() -> None:
+    [prometheus] = yaml_documents(ROOT / "deploy" / "prometheus" / "prometheus.yaml")
+    [jobs] = zip(*[job["dns_sd_configs"] for job in prometheus["scrape_configs"]], strict=True)
+    ports = {part: job["port"] for job in jobs for part in job["names"]}
+    assert set(ports) == set(PARTS)
+    for files in VARIANTS:
+        for part, options in in_compose(files, {}).items():
+            assert (options.listen if part == "gateway" else options.metrics) == f"0.0.0.0:{ports[part]}"
+    for components in OVERLAYS:
+        for part, options in in_pods(components, {}).items():
+            annotations = pod(part, components)["metadata"]["annotations"]
+            address = f"0.0.0.0:{annotations['prometheus.io/port']}"
+            assert (options.listen if part == "gateway" else options.metrics) == address
+            assert annotations.get("prometheus.io/scheme", "http") == ("https" if "tls" in components else "http")
+
+
+def certificate_names() -> dict[str, dict[str, set[str]]]:
+    """Return the names that certificates have, by the file whose head asks for them."""
+    compose = (ROOT / "docker-compose.tls.yml").read_text()
+    kubernetes = (KUBERNETES / "components" / "tls" / "kustomization.yaml").read_text()
+    [*groups] = re.findall(r"DNS:\w+(?:,DNS:\w+)*", kubernetes)
+    return {
+        "compose": {
+            part: set(re.findall(r"`(\w+)`", line))
+            for part, line in re.findall(r"^#   (\w+)/tls\.pem, \w+/tls\.key (.*)", compose, re.MULTILINE)
+        },
+        "kubernetes": {group.split(":")[1].split(",")[0]: set(re.findall(r"DNS:(\w+)", group)) for group in groups},
+    }
+
+
+def test_certificates_have_every_name_that_they_are_checked_for() -> None:
+    """Health checks, the other services, and Prometheus check names. Kubernetes' own HTTPS probes check none."""
+    names = certificate_names()
+    checked: dict[str, list[tuple[str, str]]] = {"compose": [], "kubernetes": []}
+    secured = composed(COMPOSE_FILES[:2], {})
+    checks = [("compose", part, service["healthcheck"]["test"]) for part, service in secured.items()]
+    for part in PARTS:
+        [container] = pod(part, ("tls",))["spec"]["containers"]
+        probes = [
+            container[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe") if probe in container
+        ]
+        checks += [("kubernetes", part, probe["exec"]["command"]) for probe in probes if "exec" in probe]
+    for where, part, command in checks:
+        [address] = [each for each in command if re.search(r":\d+$", each)]
+        checked[where].append((part, address.removeprefix("https://").split(":")[0]))
+    for where, options in (("compose", in_compose(COMPOSE_FILES[:2], {})), ("kubernetes", in_pods(("tls",), {}))):
+        for called in (options["draft"].verify, options["gateway"].server):
+            name = called.removeprefix("dns:///").split(":")[0]
+            checked[where].append((name, name))
+    for where, file in (("compose", "prometheus.yaml"), ("kubernetes", "kubernetes.yaml")):
+        [name] = re.findall(r"tls_config: \{.*server_name: (\w+)", (ROOT / "deploy" / "prometheus" / file).read_text())
+        checked[where] += [(part, name) for part in PARTS]
+    assert len(checked["compose"]) == 8
+    assert len(checked["kubernetes"]) == 11
+    for where, pairs in checked.items():
+        for part, name in pairs:
+            assert name in names[where][part], (where, part, name)
+
+
+def test_secrets_are_made_from_files_of_their_own_in_the_namespace_of_the_pods(tmp_path: Path) -> None:
+    head = (KUBERNETES / "components" / "tls" / "kustomization.yaml").read_text().split("\napiVersion")[0]
+    indented = "\n".join(re.findall(r"^#   (.*)", head, re.MULTILINE))
+    script = indented[re.search(r"^(?:for|kubectl)\b", indented, re.MULTILINE).start() :]  # type: ignore[union-attr]
+    command = ["bash", "-euc", 'kubectl() { echo "$*"; }\n' + script]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    made = {}
+    for line in said:
+        words = line.split()
+        assert words[:3] == ["create", "secret", "generic"]
+        assert "--namespace dynatree" in line
+        made[words[3]] = re.findall(r"--from-file=(?:[\w.]+=)?(\S+)", line)
+    sources = [source for each in made.values() for source in each]
+    assert len(sources) == len(set(sources)), "two Secrets are made from one file"
+    read: dict[str, set[str]] = {}
+    for part in PARTS:
+        spec = pod(part, ("tls",))["spec"]
+        [container] = spec["containers"]
+        folders = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        for volume in spec["volumes"]:
+            if "secret" in volume:
+                files = re.findall(re.escape(folders[volume["name"]]) + r"/([\w.]+)", json.dumps(container))
+                read[volume["secret"]["secretName"]] = set(files)
+    assert set(made) == set(read)
+    for name, files in read.items():
+        [listed] = re.findall(rf"^{name}/ +(.*)", indented, re.MULTILINE)
+        assert set(listed.split()) == files
+
+
+def test_compose_publishes_a_gateway_on_loopback_under_names_of_this_machine() -> None:
+    """A page whose name resolves to this machine would be of the gateway's origin (DNS rebinding)."""
+
+    def answers(options: argparse.Namespace, host: str) -> bool:
+        try:
+            Hosts(options.listen, options.allow_host).check(host.encode())
+        except ApiError:
+            return False
+        return True
+
+    own = ("localhost:8000", "127.0.0.1:8000", "gateway:8000", "host.docker.internal:8000", "172.18.0.5:8000")
+    for files in VARIANTS:
+        local = in_compose(files, {})["gateway"]
+        published = in_compose(files, {"DYNATREE_BIND": "0.0.0.0"})["gateway"]
+        assert all(answers(local, host) and answers(published, host) for host in own)
+        assert answers(published, "model.example")
+        assert answers(local, "model.example") == ("docker-compose.tls.yml" in files)
+    for components in OVERLAYS:
+        assert answers(in_pods(components, {})["gateway"], "model.example")
 
 
 def test_the_draft_waits_for_loading_pods() -> None:
@@ -226,17 +476,14 @@ def test_every_service_has_an_image_and_is_deployed_and_scraped() -> None:
 
 
 def test_no_service_of_the_secured_files_is_plain() -> None:
-    commands = [
-        service["command"] for service in yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"].values()
-    ]
-    for part in PARTS:
-        [patch] = yaml_documents(KUBERNETES / "components" / "tls" / f"{part}.yaml")
-        [container] = patch["spec"]["template"]["spec"]["containers"]
-        commands.append(" ".join(container["command"]))
-    assert len(commands) == 2 * len(PARTS)
-    for command in commands:
-        assert "--insecure" not in command
-        assert "--tls-cert" in command
+    secured = [in_compose(files, {}) for files in VARIANTS if "docker-compose.tls.yml" in files]
+    secured += [in_pods(components, {}) for components in OVERLAYS if "tls" in components]
+    assert len(secured) == 4
+    for services in secured:
+        assert set(services) == set(PARTS)
+        for options in services.values():
+            assert not options.insecure
+            assert options.tls_cert
 
 
 def test_a_container_sees_its_own_secrets_alone() -> None:
@@ -244,12 +491,10 @@ def test_a_container_sees_its_own_secrets_alone() -> None:
     services = yaml_documents(ROOT / "docker-compose.tls.yml")[0]["services"]
     assert set(services) == set(PARTS)
     for part, service in services.items():
-        [mount] = [each for each in service["volumes"] if isinstance(each, dict)]
+        [mount] = service["volumes"]
         assert interpolated(mount["source"], {"SECRETS": "/secrets"}) == f"/secrets/{part}"
         assert mount["read_only"]
-        others = [each for each in service["volumes"] if isinstance(each, str)]
-        assert others in ([], ["huggingface:/var/cache/huggingface"])
-        files = re.findall(re.escape(mount["target"]) + r"/([\w.-]+)", service["command"])
+        files = re.findall(re.escape(mount["target"]) + r"/([\w.-]+)", json.dumps(service))
         header = (ROOT / "docker-compose.tls.yml").read_text().split("\nservices:")[0]
         assert set(files) == set(re.findall(rf"\b{part}/([\w.-]+)", header))
 
@@ -369,7 +614,7 @@ def test_images_install_by_hashes_what_was_tested(image: str) -> None:
         re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", each)[0]).lower() for each in written.stdout.split("\n") if each
     }  # type: ignore[index]
     assert wanted <= set(hashed)
-    assert len(wanted) == {"build": 1, "gateway": 6, "serve": 13}[image]
+    assert len(wanted) == {"build": 1, "gateway": 6, "serve": 16}[image]
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert re.search(rf"--require-hashes -r \S*{image}\.txt", dockerfile)
 
@@ -386,11 +631,10 @@ def test_images_fetch_nothing_but_torch_without_hashes() -> None:
 
 def test_draft_and_verify_are_given_the_same_pool() -> None:
     """On one GPU a growing pool takes the other's memory, so one variable limits both."""
-    for file in ("docker-compose.yml", "docker-compose.tls.yml"):
-        services = yaml_documents(ROOT / file)[0]["services"]
-        for part in ("verify", "draft"):
-            assert "--kv-tokens" not in interpolated(services[part]["command"], {})
-            assert "--kv-tokens 4096" in interpolated(services[part]["command"], {"KV_TOKENS": "4096"})
+    for files in VARIANTS:
+        for part in MODELS:
+            assert in_compose(files, {})[part].kv_tokens is None
+            assert in_compose(files, {"KV_TOKENS": "4096"})[part].kv_tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -411,22 +655,54 @@ def test_one_gpu_is_enough(variables: dict[str, str], verify: str, draft: str) -
     assert devices == {"verify": [verify], "draft": [draft]}
 
 
-def test_kernels_are_compiled_where_they_can_be_written_and_loaded() -> None:
-    """Triton loads what it has compiled from a volume, since the root is read-only and compose's /tmp is noexec."""
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    [folder] = re.findall(r"\bTRITON_CACHE_DIR=(\S+)", dockerfile)
+def test_caches_are_kept_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root is read-only. Triton loads what it has compiled, and compose's /tmp is noexec."""
+    dockerfile = (ROOT / "Dockerfile").read_text().split("\nFROM python AS serve\n")[1]
+    variables = dict(re.findall(r"^(?:ENV| ) +(\w+)=(/\S+)", dockerfile, re.MULTILINE))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/dynatree")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    written = [Path(variables["HF_HOME"]), Path(variables["TRITON_CACHE_DIR"])]
+    written += [kept_rows.default_path(), layer_cache.default_folder()]
     [owned] = re.findall(r"^RUN install --directory --owner dynatree .*", dockerfile, re.MULTILINE)
-    assert '"$TRITON_CACHE_DIR"' in owned
-    compose = yaml_documents(ROOT / "docker-compose.gpu.yml")[0]
-    mounts = [mount for service in compose["services"].values() for mount in service["volumes"]]
-    assert sorted(mounts) == sorted(f"{volume}:{folder}" for volume in compose["volumes"])
-    for part in ("verify", "draft"):
-        [patch] = yaml_documents(KUBERNETES / "components" / "gpu" / f"{part}.yaml")
-        [container] = patch["spec"]["template"]["spec"]["containers"]
-        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == folder]
-        [volume] = patch["spec"]["template"]["spec"]["volumes"]
-        assert volume["name"] == mount["name"]
-        assert "emptyDir" in volume
+    folders = {Path(os.path.expandvars(each)) for each in re.findall(r'"([^"]+)"', owned)}
+    for files in VARIANTS:
+        services = composed(files, {})
+        mounts = {
+            part: dict(each.split(":") for each in services[part]["volumes"] if isinstance(each, str))
+            for part in MODELS
+        }
+        for part in MODELS:
+            targets = {Path(target) for target in mounts[part].values()}
+            assert targets <= folders, "a new volume has the owner of the image's folder"
+            for path in written:
+                assert targets & {path, *path.parents}, (files, part, path)
+        shared = set(mounts["verify"]) & set(mounts["draft"])
+        assert shared == {"huggingface"}, "a service runs code that the other wrote"
+    for components in OVERLAYS:
+        for part in MODELS:
+            spec = pod(part, components)["spec"]
+            empty = {volume["name"] for volume in spec["volumes"] if "emptyDir" in volume}
+            [container] = spec["containers"]
+            targets = {Path(each["mountPath"]) for each in container["volumeMounts"] if each["name"] in empty}
+            for path in written:
+                assert targets & {path, *path.parents}, (components, part, path)
+
+
+def test_images_have_what_options_need() -> None:
+    """But for the extra parallel, whose accelerate needs torch, which has no hash here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed: dict[str, set[str]] = {"gateway": set(), "serve": set()}
+    for part in PARTS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"dynatree.cli.{part}").add_arguments(parser)
+        texts = " ".join(action.help or "" for action in parser._actions)
+        needed["gateway" if part == "gateway" else "serve"] |= set(re.findall(r"needs the extra (\w+)", texts))
+    assert needed == {"gateway": set(), "serve": {"otel", "parallel"}}
+    hashed = pins(ROOT / "deploy" / "hashes" / "serve.txt")
+    for requirement in project["optional-dependencies"]["otel"]:
+        assert re.match(r"[\w-]+", requirement)[0] in hashed  # type: ignore[index]
 
 
 @pytest.fixture(name="compose", scope="module")
@@ -437,7 +713,7 @@ def compose_fixture() -> list[str]:
     return [*command, "--project-directory", str(ROOT), "--env-file", os.devnull]
 
 
-@pytest.mark.parametrize("files", [COMPOSE_FILES[:1], COMPOSE_FILES[:2], COMPOSE_FILES[::2], COMPOSE_FILES])
+@pytest.mark.parametrize("files", VARIANTS)
 @pytest.mark.parametrize("variables", [{}, {"DRAFT_GPU": "1", "KV_TOKENS": "4096"}], ids=["defaults", "two GPUs"])
 def test_no_file_on_top_softens_the_containers(
     compose: list[str], files: tuple[str, ...], variables: dict[str, str]

@@ -181,6 +181,8 @@ def serve(settings: DraftSettings) -> int:
     configure_logging(settings.operation.log_format, settings.operation.log_level)
     if settings.model is None:
         log.info("no draft model: drafting from n-grams alone")
+        if settings.unused:
+            log.warning("without a draft model, %s have no effect", ", ".join(settings.unused))
         without_torch()
     elif settings.copy:
         log.info("the target's own %s copy loads once the target serves", settings.model.weights)

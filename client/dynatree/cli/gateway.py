@@ -92,8 +92,8 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="also accept this name in the Host header when listening on loopback, for example behind a proxy; '*' "
-        "accepts all; repeatable",
+        help="also accept this name in the Host header, for example behind a proxy; '*' accepts all; beyond loopback, "
+        "all are accepted unless this is given; repeatable",
     )
     security.add_argument(
         "--insecure",

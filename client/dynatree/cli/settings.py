@@ -45,20 +45,20 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
         insecure=options.insecure,
     )
     services = VerifyServices(options.verify, channel, options.verify_timeout, _AHEAD[options.draft_ahead])
-    if options.draft_model == NO_MODEL:
-        _check_no_model(options, _OF_MODEL)
     if weights := copied(options.draft_model):
         raise StartupError(
             f"--draft-model {options.draft_model} is for dynatree serve, which knows the target's files; expected "
             f"--draft-model with the target's folder, hub name or file, and --weights {weights}"
         )
-    return _draft(options, options.device, options.weights, services, _listening(options))
+    settings = _draft(options, options.device, options.weights, services, _listening(options))
+    return replace(settings, unused=_given(options, _OF_MODEL)) if settings.model is None else settings
 
 
 def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
     """Return the settings of both services of `dynatree serve`."""
-    if options.draft_model == NO_MODEL:
-        _check_no_model(options, ("draft_device", "draft_weights", "draft_ahead"))
+    unused = _given(options, ("draft_device", "draft_weights", "draft_ahead"))
+    if unused and options.draft_model == NO_MODEL:
+        raise StartupError(f"{unused[0]} is an option of the draft model, and --draft-model is none")
     security = SecuritySettings(insecure=options.insecure)
     metrics = None if options.metrics is None else _next_port(options.metrics)
     verify = _operation(options, address="", security=security, metrics=metrics)
@@ -73,15 +73,9 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
     return _verify(options, verify, drafting.model if copy else None), drafting
 
 
-def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse options of a draft model that are given without one.
-
-    Raises:
-        StartupError: One of the options `names` is given.
-    """
-    for name in names:
-        if getattr(options, name) not in _NOT_GIVEN:
-            raise StartupError(f"--{name.replace('_', '-')} is an option of the draft model, and --draft-model is none")
+def _given(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the options `names` that are given, as on the command line."""
+    return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in _NOT_GIVEN)
 
 
 def _check_copy(options: argparse.Namespace, weights: str) -> None:

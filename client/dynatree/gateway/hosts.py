@@ -19,13 +19,15 @@ class Hosts:
     """The names of a gateway.
 
     Args:
-        address: Listening address. Any name is allowed beyond loopback, and on a Unix socket, which no page can reach.
+        address: Listening address. Any name is allowed on a Unix socket, which no page can reach. Beyond loopback, any
+            name is allowed unless `allowed` has some. Any IP address is allowed there: it cannot be rebound.
         allowed: Further names; "*" allows any.
     """
 
     def __init__(self, address: str, allowed: Collection[str] = ()) -> None:
         host = _name(address)
-        self._any = "*" in allowed or address.startswith("unix:") or not is_local(address)
+        self._beyond = not is_local(address)
+        self._any = "*" in allowed or address.startswith("unix:") or (self._beyond and not allowed)
         self._names = {"localhost", host, *(name.lower() for name in allowed)}
 
     def check(self, shown: bytes | None) -> None:
@@ -37,9 +39,16 @@ class Hosts:
         if self._any or not shown:
             return
         name = _name(shown.decode("latin-1"))
-        if name not in self._names and not _is_loopback(name):
+        if name not in self._names and not self._is_address(name):
             message = f"{name[:_LONGEST]} is not a name of this gateway; --allow-host adds names"
             raise ApiError(421, message, code="unknown_host")
+
+    def _is_address(self, name: str) -> bool:
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self._beyond or address.is_loopback
 
 
 def _name(address: str) -> str:
@@ -48,10 +57,3 @@ def _name(address: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0] if host.count(":") == 1 else host
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
