@@ -104,6 +104,19 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("serve none: such a policy", [*serve_alone, "--policy", "linear"], "policy linear needs a draft model"),
         Mistake("demo none: such a policy", ["demo", "--draft-model", "none", "--policy", "hybrid"], "hybrid needs a"),
         Mistake("none: a setting that drafts", [*alone, "--set", "breadth=4"], "breadth is 4, expected 0, because"),
+        *(
+            Mistake(f"none: {option}", [*alone, option, value], f"{option} is an option of the draft model, and")
+            for option, value in (
+                ("--device", "cpu"),
+                ("--dtype", "float32"),
+                ("--weights", "int8"),
+                ("--threads", "1"),
+                ("--fixed-rows", "off"),
+                ("--max-context", "100"),
+                ("--kv-tokens", "100"),
+                ("--draft-ahead", "on"),
+            )
+        ),
         Mistake(
             "serve none: --draft-device", [*serve_alone, "--draft-device", "cpu"], "--draft-device is an option of"
         ),

@@ -147,14 +147,18 @@ def test_every_option_of_a_service_can_be_a_variable(
         words = [option, *value.split()]
     elif isinstance(action.default, (list, dict)):
         words = [word for each in value.split() for word in (option, each)]
-    by_line = vars(parsed(*line, *words))
-    by_variable = vars(parsed(*line, **{variable: value}))
+
+    def read(*words: str, **variables: str) -> tuple[frozenset[str], dict[str, object]]:
+        options = vars(parsed(*line, *words, **variables))
+        return options.pop("from_environment"), options
+
+    neither, by_line = read(*words)
+    named, by_variable = read(**{variable: value})
     assert by_variable == by_line
-    assert (
-        by_variable != vars(parsed(*line, **{variable: ""})) or getattr(action, "default", None) == by_line[action.dest]
-    )
+    assert (neither, named) == (frozenset(), {action.dest})
+    assert by_variable != read(**{variable: ""})[1] or getattr(action, "default", None) == by_line[action.dest]
     wrong = {variable: "\u2028nonsense"} if action.nargs != 0 else {variable: "1"}
-    assert vars(parsed(*line, *words, **wrong)) == by_line
+    assert read(*words, **wrong) == (frozenset(), by_line)
 
 
 def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,19 +304,37 @@ def test_a_draft_service_is_told_how_to_name_the_copy(capsys: pytest.CaptureFixt
     )
 
 
-def test_without_a_draft_model_its_options_have_no_effect_and_the_log_names_them(
+def test_without_a_draft_model_its_variables_have_no_effect_and_the_log_names_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Deployments give both services the same dtype, device, weights and slots."""
     for name in ("check_draft", "configure_logging", "without_torch"):
         monkeypatch.setattr(f"dynatree.cli.draft.{name}", lambda *_: None)
     monkeypatch.setattr("dynatree.draft.serve_ngrams.run", lambda settings: int(settings.model is not None))
-    monkeypatch.setenv("DYNATREE_KV_TOKENS", "4096")
-    monkeypatch.setenv("DYNATREE_WEIGHTS", "auto")
-    command = ["draft", "--draft-model", "none", "--verify", "localhost:1"]
-    assert main([*command, "--device", "cuda", "--dtype", "bfloat16"]) == 0
+    for name, value in (("KV_TOKENS", "4096"), ("WEIGHTS", "auto"), ("DEVICE", "cuda"), ("DTYPE", "bfloat16")):
+        monkeypatch.setenv(f"DYNATREE_{name}", value)
+    assert main(["draft", "--draft-model", "none", "--verify", "localhost:1"]) == 0
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == "without a draft model, --device, --dtype, --kv-tokens have no effect"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("device", "cpu"), ("dtype", "float32"), ("weights", "int8"), ("threads", "1"), ("fixed-rows", "off")),
+        *(("max-context", "100"), ("kv-tokens", "100"), ("draft-ahead", "on")),
+    ],
+)
+def test_without_a_draft_model_its_options_are_refused(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line gives the option, whatever the environment gives as well."""
+    for from_environment in (False, True):
+        if from_environment:
+            monkeypatch.setenv(f"DYNATREE_{option.replace('-', '_').upper()}", value)
+        command = ["draft", "--draft-model", "none", "--verify", "localhost:1", f"--{option}", value]
+        assert main(command) == 1
+        assert f"--{option} is an option of the draft model, and --draft-model is none" in capsys.readouterr().err
 
 
 def test_packed_weights_are_not_rounded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,13 @@ def in_pods(components: tuple[str, ...], variables: dict[str, str]) -> dict[str,
         program, command, *words = container["command"]
         assert (program, command) == ("dynatree", part)
         words += [re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], each) for each in container["args"]]
-        options[part] = started(part, words, {each["name"]: each.get("value") for each in container.get("env", ())})
+        keys = {
+            each["name"]: each["valueFrom"]["configMapKeyRef"]["key"]
+            for each in container.get("env", ())
+            if "configMapKeyRef" in each.get("valueFrom", ())
+        }
+        environment = {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
+        options[part] = started(part, words, environment | {name: values[key] for name, key in keys.items()})
     return options
 
 

@@ -51,10 +51,17 @@ class Parser(argparse.ArgumentParser):
         return " ".join([*words, "[OPTIONS]"]).replace("%", "%%")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse the arguments; the environment gives options that the command line does not."""
-        if self.environment is not None:
-            args = [*self._from_environment(self.environment, args), *args]
-        return super().parse_known_args(args, namespace)
+        """Parse the arguments; the environment gives options that the command line does not.
+
+        The attribute `from_environment` of the result has the names of these.
+        """
+        if self.environment is None:
+            return super().parse_known_args(args, namespace)
+        given = [*self._from_environment(self.environment, args)]
+        options, unknown = super().parse_known_args([*given, *args], namespace)
+        named = (self._option_string_actions.get(each.partition("=")[0]) for each in given)
+        options.from_environment = frozenset(action.dest for action in named if action is not None)
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Exit with an error; if a variable gave the option, the message names the variable."""

@@ -51,14 +51,17 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
             f"--draft-model with the target's folder, hub name or file, and --weights {weights}"
         )
     settings = _draft(options, options.device, options.weights, services, _listening(options))
-    return replace(settings, unused=_given(options, _OF_MODEL)) if settings.model is None else settings
+    if settings.model is not None:
+        return settings
+    shared = getattr(options, "from_environment", frozenset())  # deployments give both services the same variables
+    _check_no_model(options, [name for name in _OF_MODEL if name not in shared])
+    return replace(settings, unused=_given(options, _OF_MODEL))
 
 
 def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSettings]:
     """Return the settings of both services of `dynatree serve`."""
-    unused = _given(options, ("draft_device", "draft_weights", "draft_ahead"))
-    if unused and options.draft_model == NO_MODEL:
-        raise StartupError(f"{unused[0]} is an option of the draft model, and --draft-model is none")
+    if options.draft_model == NO_MODEL:
+        _check_no_model(options, ("draft_device", "draft_weights", "draft_ahead"))
     security = SecuritySettings(insecure=options.insecure)
     metrics = None if options.metrics is None else _next_port(options.metrics)
     verify = _operation(options, address="", security=security, metrics=metrics)
@@ -71,6 +74,16 @@ def serve_settings(options: argparse.Namespace) -> tuple[VerifySettings, DraftSe
         weights = copy
     drafting = _draft(options, device, weights, services, draft)
     return _verify(options, verify, drafting.model if copy else None), drafting
+
+
+def _check_no_model(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse options of a draft model that are given without one.
+
+    Raises:
+        StartupError: One of the options `names` is given.
+    """
+    for option in _given(options, names):
+        raise StartupError(f"{option} is an option of the draft model, and --draft-model is none")
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, ...]:

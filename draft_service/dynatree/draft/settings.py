@@ -102,7 +102,7 @@ class DraftSettings:
             from the page cache and into memory that the target has left for it.
         history: File to which the finished completions are saved, and from which they are loaded; None: none.
         record: The completions to record; None records none.
-        unused: Options of a draft model that were given without one. Deployments give both services the same options.
+        unused: Options of a draft model that variables gave without one. Deployments give both services the same ones.
     """
 
     model: ModelSettings | None
