@@ -53,7 +53,7 @@ def draft_settings(options: argparse.Namespace) -> DraftSettings:
     settings = _draft(options, options.device, options.weights, services, _listening(options))
     if settings.model is not None:
         return settings
-    shared = getattr(options, "from_environment", frozenset())  # deployments give both services the same variables
+    shared: frozenset[str] = options.from_environment  # deployments give both services the same variables
     _check_no_model(options, [name for name in _OF_MODEL if name not in shared])
     return replace(settings, unused=_given(options, _OF_MODEL))
 
