@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,6 +40,16 @@ def test_numbers_of_rows_and_nodes_have_a_highest(number_of: Callable[[str], obj
     assert number_of(str(most))
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected .* {most}"):
         number_of(str(most + 1))
+
+
+def test_a_layer_cache_may_be_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service that finds the model's layers there writes nothing; a folder that is not there must be made."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    for folder, refused in ((tmp_path, "--device is cuda:99"), (tmp_path / "new", "--layer-cache is")):
+        assert main([*VERIFY, "--layer-cache", str(folder), "--device", "cuda:99"]) == 1
+        assert refused in capsys.readouterr().err
 
 
 def test_choices_are_what_the_services_take() -> None:

@@ -118,6 +118,31 @@ def test_a_stop_string_ends_the_text_wherever_rounds_end(client: Client) -> None
         assert len({completion.token_ids for completion in ends}) == 1
 
 
+def test_special_tokens_are_in_the_text_on_request(client: Client) -> None:
+    """One stands between the bytes of a character."""
+    for policy in ("linear", "dynatree"):
+        completion = client.generate("he.", max_new_tokens=20, policy=policy, skip_special_tokens=False)
+        assert completion.text.startswith(TEXT.replace("न", "\ufffd<|im_start|>\ufffd")[:24])
+
+
+def test_the_token_that_ends_a_completion_has_no_text(services: Services, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whether it is special or not, and also if all of it was received before the draft service was lost."""
+    for text, token in ((" the🙂", "▁said"), (" the🙂 said漢", "<0xE0>"), (" the🙂 said漢न\ufffdhe", "<0xED>")):
+        end = int(tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]
+        request = draft_pb2.GenerateRequest(
+            text="he.", max_new_tokens=40, stop_token_ids=[end], log_probs=True, special_tokens_in_text=False
+        )
+        with grpc.insecure_channel(services.draft_address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+            responses = list(stub.Generate(request, timeout=30.0))
+            ids = [token for each in responses for token in each.token_ids]
+            assert ids[-1] == end
+            assert "".join(each.text for each in responses) == text
+            assert [offset for each in responses for offset in each.text_offsets][-1] == len(text)
+            request.resume.token_ids[:] = ids
+            assert "".join(each.text for each in stub.Generate(request, timeout=30.0)) == text
+
+
 def test_a_client_that_resumes_in_mid_stream_gets_the_rest(services: Services) -> None:
     def asked(**resume: Any) -> tuple[str, list[int], list[int]]:
         request = draft_pb2.GenerateRequest(

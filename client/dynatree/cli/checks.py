@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def check_verify(settings: VerifySettings) -> None:
     """Check the settings of `dynatree verify`."""
-    _check_writable(settings.model.layer_cache, "--layer-cache")
+    _check_layer_cache(settings.model.layer_cache)
     check_device("--device", settings.model.device)
     _check_rows_file(settings.model)
     _check_operation(settings.operation)
@@ -75,7 +75,7 @@ def check_serve(options: argparse.Namespace) -> tuple[VerifySettings, DraftSetti
     if options.draft_device is not None:
         check_device("--draft-device", options.draft_device)
     verify, draft = serve_settings(options)
-    _check_writable(options.layer_cache, "--layer-cache")
+    _check_layer_cache(options.layer_cache)
     _check_rows_file(verify.model)
     _check_writable(options.record, "--record")
     _check_history(draft)
@@ -167,6 +167,12 @@ def _check_rows_file(model: ModelSettings) -> None:
         raise StartupError("--fixed-rows-file keeps a number that is measured on a GPU only, but the device is a CPU")
     if file.exists() and not file.is_file():
         raise StartupError(f"--fixed-rows-file is {file}, which is not a file")
+
+
+def _check_layer_cache(folder: Path | None) -> None:
+    """Refuse what cannot hold layer files; a folder that has the model's layers may be read-only."""
+    if folder is None or not folder.is_dir():
+        _check_writable(folder, "--layer-cache")
 
 
 def _check_writable(folder: Path | None, option: str) -> None:

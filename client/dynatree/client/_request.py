@@ -81,6 +81,8 @@ class GenerateOptions(TypedDict, total=False):
         ignore_eos: whether to continue past end-of-sequence tokens; False by default.
         special_tokens: whether the text of the prompt or of its messages may name special tokens, such as
             "<|endoftext|>". False by default: their names are then plain text.
+        skip_special_tokens: whether the completion's text leaves out the names of special tokens; True by default. That
+            of the token that ends the completion is always left out.
         continue_final_message: whether the completion continues the last message of a chat, instead of beginning the
             assistant's next turn; False by default.
         tools: the functions that the assistant may call in a chat, each a mapping in OpenAI's form. Its calls are part
@@ -123,6 +125,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     special_tokens: bool
+    skip_special_tokens: bool
     continue_final_message: bool
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None
@@ -159,6 +162,7 @@ def build_request(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     special_tokens: bool = False,
+    skip_special_tokens: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -216,6 +220,7 @@ def build_request(
         stop_token_ids=_token_ids("stop_token_ids", "a sequence of token ids", stop_token_ids),
         ignore_eos=_flag("ignore_eos", ignore_eos),
         special_tokens=_flag("special_tokens", special_tokens),
+        special_tokens_in_text=not _flag("skip_special_tokens", skip_special_tokens),
         log_probs=_flag("log_probs", log_probs),
         top_log_probs=_integer("top_log_probs", top_log_probs, _UINT32_MAX),
         prompt_log_probs=_flag("prompt_log_probs", prompt_log_probs),

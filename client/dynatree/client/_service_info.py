@@ -69,7 +69,7 @@ class ServiceInfo:
         policies: the names that a request's `policy` may have; the first is the default.
         chat_template: whether the tokenizer has a chat template, so that prompts may be chats.
         tool_format: how the template writes calls of functions: "hermes", "llama3", "mistral",
-            "mistral_named" or "qwen3_coder".
+            "mistral_named", "qwen3_coder" or "harmony".
     """
 
     draft: ModelInfo

@@ -5,16 +5,35 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from dynatree.client import Chunk, Completion, FinishReason
 from dynatree.gateway.encoding import Items, Json
 from dynatree.gateway.token_texts import TokenTexts
-from dynatree.gateway.tools import CallReader
+from dynatree.gateway.tools import Call
 
 # For each token, the likeliest tokens at its position as (id, log-probability), likeliest first.
 TopLogProbs = Sequence[Sequence[tuple[int, float]]]
 LOWEST_LOG_PROB = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+class Reader(Protocol):
+    """Parts the text of a choice as it arrives.
+
+    Attributes:
+        calls: Number of calls so far.
+        reasoning: Reasoning that the last `push` or `end` has read.
+    """
+
+    calls: int
+    reasoning: str
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """Add text; return the next text of the content, and the calls that are complete."""
+
+    def end(self) -> tuple[str, list[Call]]:
+        """Return the rest of the content and of the calls."""
 
 
 class Answer(Protocol):
@@ -113,7 +132,8 @@ class TextAnswer(_Named):
 class ChatAnswer(_Named):
     """The answer to `POST /v1/chat/completions`; `choices` is the number of choices.
 
-    `reader` makes a reader of the calls in a choice's text; None means that the answer may call no function.
+    `reader` makes a reader of a choice's text, which finds its calls and its reasoning; None means that all of the text
+    is content.
     """
 
     prefix = "chatcmpl"
@@ -125,12 +145,12 @@ class ChatAnswer(_Named):
         model: str,
         texts: TokenTexts | None,
         choices: int,
-        reader: Callable[[], CallReader] | None = None,
+        reader: Callable[[], Reader] | None = None,
     ) -> None:
         super().__init__(model, texts)
         self._choices = choices
         self._reader = reader
-        self._readers: dict[int, CallReader] = {}  # by choice, of a stream
+        self._readers: dict[int, Reader] = {}  # by choice, of a stream
 
     def begin(self) -> list[Json]:
         """Return one choice with the assistant's role for each completion."""
@@ -144,6 +164,8 @@ class ChatAnswer(_Named):
         before = reader.calls
         text, calls = reader.push(text) if reason is None else reader.end()
         delta: Json = {"content": text} if text else {}
+        if reader.reasoning:
+            delta["reasoning_content"] = reader.reasoning
         if calls:
             delta["tool_calls"] = [{"index": before + place, **each.json} for place, each in enumerate(calls)]
         return self._delta(index, delta, log_probs, reason_with_calls(reason, reader.calls))
@@ -156,12 +178,15 @@ class ChatAnswer(_Named):
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._reader is not None:
             reader = self._reader()
-            parts = [reader.push(text), reader.end()]
+            parts = [(*read(), reader.reasoning) for read in (partial(reader.push, text), reader.end)]
+            message["content"] = "".join(content for content, _, _ in parts)
+            if reasoning := "".join(reasoning for _, _, reasoning in parts):
+                message["reasoning_content"] = reasoning
             if reader.calls:
-                message["content"] = "".join(content for content, _ in parts) or None
-                message["tool_calls"] = [call.json for _, calls in parts for call in calls]
-                told = reason_with_calls(reason, reader.calls)
-                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": told}
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [call.json for _, calls, _ in parts for call in calls]
+                reason_ = reason_with_calls(reason, reader.calls)
+                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason_}
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(

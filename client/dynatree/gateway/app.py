@@ -22,13 +22,14 @@ from starlette.routing import Route
 
 from dynatree.client import AsyncClient, DynaTreeError, Prompt, ServiceInfo
 from dynatree.common.version import version
-from dynatree.gateway.answers import Answer, ChatAnswer, TextAnswer
+from dynatree.gateway.answers import Answer, ChatAnswer, Reader, TextAnswer
 from dynatree.gateway.bodies import read_body
 from dynatree.gateway.calls_or_json import call_openings
 from dynatree.gateway.description import description
 from dynatree.gateway.encoding import Json, aside, encoded
 from dynatree.gateway.errors import ApiError, unauthorized
 from dynatree.gateway.front import Admission, Front
+from dynatree.gateway.harmony import HarmonyReader
 from dynatree.gateway.hosts import Hosts
 from dynatree.gateway.limits import Limits
 from dynatree.gateway.memory import check_answer
@@ -160,8 +161,12 @@ class Gateway:
         functions = {each.function.name: each.function.parameters or {} for each in body.callable}
         openings = call_openings(body.callable, info.tool_format) if body.calls_or_format else ()
         several = body.several_calls(info.tool_format)
-        reader = partial(CallReader, functions, openings, several=several, tool_format=info.tool_format)
-        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, reader if functions else None)
+        reader: Callable[[], Reader] | None = None
+        if body.in_harmony(info.tool_format):
+            reader = partial(HarmonyReader, functions, several=several)
+        elif functions:
+            reader = partial(CallReader, functions, openings, several=several, tool_format=info.tool_format)
+        answer = ChatAnswer(self._names_of(info)[0], texts, body.completions, reader)
         return self._answer(request, body, [body.chat], answer, wanted, metadata, info)
 
     async def tokenize(self, request: Request) -> Response:

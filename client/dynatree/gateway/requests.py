@@ -16,6 +16,7 @@ from dynatree.common.limits import MAX_STOP_TOKENS
 from dynatree.gateway.calls_or_json import calls_or_json_grammar
 from dynatree.gateway.errors import RequestFields, at_odds
 from dynatree.gateway.formats import Structured
+from dynatree.gateway.harmony import HARMONY, harmony_grammar
 from dynatree.gateway.no_effect import Body
 from dynatree.gateway.tools import NamedTool, ToolCalls, Tools, call_grammar
 
@@ -79,6 +80,7 @@ class CompletionOptions(Structured):
         trace: Whether a stream reports each round.
         return_token_ids: Whether each choice has `token_ids`, and the first choice of a prompt `prompt_token_ids`.
         store: False means that the draft service neither records the completion nor drafts later ones from it.
+        skip_special_tokens: False means that the text has the names of special tokens.
     """
 
     model: str | None = None
@@ -106,6 +108,7 @@ class CompletionOptions(Structured):
     trace: bool | None = None
     return_token_ids: bool | None = None
     store: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -159,6 +162,7 @@ class CompletionOptions(Structured):
             policy_settings=self.policy_settings,
             trace=bool(self.trace),
             store=self.store is not False,
+            skip_special_tokens=self.skip_special_tokens is not False,
         )
         options.update(self.constraint)
         return options
@@ -406,6 +410,11 @@ class ChatRequest(CompletionOptions, Template):
         one = isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
         return not one and tool_format != "llama3"  # its templates refuse several calls in one message
 
+    def in_harmony(self, tool_format: str) -> bool:
+        """Whether the answer is read as Harmony's messages: unless its text is asked for, or limited as a whole."""
+        whole = self.constraint.keys() & {"regex", "grammar"} or isinstance(self.constraint.get("json_schema"), str)
+        return tool_format == HARMONY and self.skip_special_tokens is not False and (self.must_call or not whole)
+
     @property
     def callable(self) -> Tools:
         """The functions that the answer may call."""
@@ -451,7 +460,13 @@ class ChatRequest(CompletionOptions, Template):
             top_log_probs=self.top_logprobs or 0,
         )
         several = self.several_calls(tool_format)
-        if self.must_call:
+        if self.in_harmony(tool_format):
+            options["skip_special_tokens"] = False
+            schema = None if self.must_call else options.pop("json_schema", None)
+            if self.must_call or schema is not None:
+                tools = self.callable if self.must_call or self.calls_or_format else []
+                options["grammar"] = harmony_grammar(tools, schema)
+        elif self.must_call:
             options.pop("json_schema", None)  # of a format, which limits text alone
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)
         elif self.calls_or_format:

@@ -156,10 +156,7 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     key = "parameters" if tool_format == "llama3" else "arguments"
     rules = []
     for place, tool in enumerate(tools):
-        # the parameters stay a separate schema, because their references count from their own root
-        parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
-        # errors name the title
-        notes = {"x-guidance": LAYOUT, "title": f"parameters of the function {tool.function.name}"}
+        parameters, notes = closed_parameters(tool)
         xml = tool_format == "qwen3_coder" and call_rules(f"call_{place}", tool.function.name, parameters, notes)
         if xml:
             rules += xml
@@ -179,6 +176,16 @@ def call_grammar(tools: Sequence[Tool], tool_format: str, *, several: bool) -> s
     more = f" ({json.dumps(between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     start = " ".join([json.dumps(begin)] * bool(begin) + ["call" + more] + [json.dumps(end)] * bool(end))
     return "\n".join([f"start: {start}", *rules])
+
+
+def closed_parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the schema of a function's parameters, and the keys for its layout and its errors.
+
+    The parameters are a schema of their own in any grammar, because their references count from their own root.
+    """
+    parameters = _closed({"type": "object", **(tool.function.parameters or {"properties": {}})})
+    # errors name the title
+    return parameters, {"x-guidance": LAYOUT, "title": f"parameters of the function {tool.function.name}"}
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -272,6 +279,7 @@ class CallReader:
         self._in_string = False  # whether that is in a string of the call's JSON
         self._behind_call = False  # whether the content so far ends with a call
         self.calls = 0
+        self.reasoning = ""  # which stays content
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the next text of the content, and the calls that are complete."""
@@ -403,15 +411,20 @@ class CallReader:
             name = found.get("name") if isinstance(found, dict) else None
             if not isinstance(name, str) or name not in self._names:
                 return []
-            arguments = found.get("arguments", found.get("parameters", {}))
-            if not isinstance(arguments, dict):
+            call = called(name, found.get("arguments", found.get("parameters", {})))
+            if call is None:
                 return []
-            id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
-            try:
-                calls.append(Call(id_, name, _written(arguments)))
-            except RecursionError:
-                return []
+            calls.append(call)
         return calls
+
+
+def called(name: str, arguments: Any) -> Call | None:
+    """Return a call with a new id; None if the arguments are no object that can be written."""
+    id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+    try:
+        return Call(id_, name, _written(arguments)) if isinstance(arguments, dict) else None
+    except RecursionError:
+        return None
 
 
 def _is_bare_call(value: Any) -> bool:
@@ -433,6 +446,12 @@ def _objects(text: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
         if between := re.compile(r"[\s;,]*").match(text, place):
             place = between.end()
+
+
+def only_value(text: str) -> Any:
+    """Return the JSON value that a text is; None if it is anything else."""
+    value, end = _decoded(text.strip(), 0)
+    return value if end == len(text.strip()) else None
 
 
 def _decoded(text: str, place: int) -> tuple[Any, int]:

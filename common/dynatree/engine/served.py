@@ -12,6 +12,7 @@ from dynatree.engine.cpu.native import is_native
 from dynatree.engine.cpu.packing import multiplies_natively
 from dynatree.engine.device import check_device, chosen_device
 from dynatree.engine.examined import Examined, examined, unloadable
+from dynatree.engine.kv.budget import KVBudget
 from dynatree.engine.model.files import size_text
 from dynatree.engine.model.generation_defaults import GenerationDefaults, adopt_generation_config
 from dynatree.engine.model.size import parameters_of
@@ -96,6 +97,12 @@ def served(settings: ModelSettings) -> Served:
     weights = _weights(settings, model, files)
     beside = copy_bytes(settings, found.config, found.name)
     placed = None if others else placement(settings, found.config, model, size, beside)
+    kv_bytes, recurrent = kv_bytes_of(found.config, model.dtype), recurrent_bytes(settings, recurrent_size_of(model))
+    if not others:
+        slots = found.context_length + settings.speculative_slots
+        taken = placed.weight_bytes if placed else size(model, "")
+        where = chosen_device(settings.device)
+        KVBudget(settings.sessions, slots, kv_bytes, where, beside, *recurrent, taken).slots(settings.kv_tokens)
     return Served(
         name=found.name,
         architecture=type(model).__name__,
@@ -107,8 +114,8 @@ def served(settings: ModelSettings) -> Served:
         if others
         else _computed_by(settings, found, model.dtype, weights),
         weight_bytes=0 if others else size(model, ""),
-        kv_bytes=kv_bytes_of(found.config, model.dtype),
-        state_bytes=recurrent_bytes(settings, recurrent_size_of(model))[0],
+        kv_bytes=kv_bytes,
+        state_bytes=recurrent[0],
         context_length=found.context_length,
         bounded=found.bounded,
         offloaded_layers=placed.layers - placed.resident if placed else 0,

@@ -154,6 +154,7 @@ class GenerateCall:
             keeps=self.keeps,
             received=received,
             grammar=grammar,
+            special_tokens=message.special_tokens_in_text,
             request_id=self.request_id,
             span=span,
         )

@@ -70,7 +70,7 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     def __init__(self, draft: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_tree_pb2.ModelInfo, _Mapping]] = ..., policies: _Optional[_Iterable[str]] = ..., chat_template: bool = ..., tool_format: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs", "prompt_text", "store", "grammar")
+    __slots__ = ("text", "token_ids", "chat", "max_new_tokens", "sampling", "stop", "ignore_eos", "policy", "stop_token_ids", "log_probs", "n", "trace", "queue_position", "resume", "special_tokens", "top_log_probs", "prompt_log_probs", "prompt_text", "store", "grammar", "special_tokens_in_text")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_IN_TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -111,7 +112,8 @@ class GenerateRequest(_message.Message):
     prompt_text: bool
     store: bool
     grammar: _tree_pb2.Grammar
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ..., prompt_text: bool = ..., store: bool = ..., grammar: _Optional[_Union[_tree_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    special_tokens_in_text: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_tree_pb2.SamplingOptions, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., log_probs: bool = ..., n: _Optional[int] = ..., trace: bool = ..., queue_position: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., special_tokens: bool = ..., top_log_probs: _Optional[int] = ..., prompt_log_probs: bool = ..., prompt_text: bool = ..., store: bool = ..., grammar: _Optional[_Union[_tree_pb2.Grammar, _Mapping]] = ..., special_tokens_in_text: bool = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "continue_final_message", "tools", "template_variables")

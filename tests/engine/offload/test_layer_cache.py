@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from dynatree.common.errors import StartupError
 from dynatree.engine.offload import layer_cache, layer_file
 from tests.support.offloaded import HARMED, LAYERS, change, llama_fixture, load, model_fixture, source_of  # noqa: F401  # fixtures
+from tests.support.packed_checkpoints import save_packed
 from tests.support.processes import first_process
 
 
@@ -237,6 +238,39 @@ def test_another_checkpoint_of_equal_size_and_time_is_not_taken_for_the_first(ll
     offloaded = load(llama, tmp_path / "cache", 0)
     assert offloaded.info.fingerprint == load(llama, tmp_path / "cache", LAYERS).info.fingerprint
     source_of(offloaded).close()
+
+
+def test_a_cache_depends_on_the_settings_by_which_packed_weights_are_read(tmp_path: Path) -> None:
+    """Both formats of GPTQ have equal files, and zero points that differ by one."""
+    model, _ = save_packed(tmp_path, "gptq", 4)
+    source_of(load(model, tmp_path / "cache", 0)).close()
+    settings = json.loads((model / "config.json").read_text())
+    settings["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    (model / "config.json").write_text(json.dumps(settings))
+    offloaded = load(model, tmp_path / "cache", 0)
+    assert offloaded.info.fingerprint == load(model, tmp_path / "cache", LAYERS).info.fingerprint
+    source_of(offloaded).close()
+
+
+def test_a_cache_depends_on_the_number_of_layers(llama: Path, tmp_path: Path) -> None:
+    source_of(load(llama, tmp_path / "cache", 0)).close()
+    settings = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 2}))
+    offloaded = load(llama, tmp_path / "cache", 0)
+    assert offloaded.info.streamed_bytes
+    assert offloaded.info.fingerprint == load(llama, tmp_path / "cache", LAYERS).info.fingerprint
+    source_of(offloaded).close()
+
+
+def test_a_file_of_the_hub_is_known_by_its_content_whenever_it_was_downloaded(llama: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "blobs" / "0f3a"
+    blob.parent.mkdir()
+    (llama / "model.safetensors").rename(blob)
+    (llama / "model.safetensors").symlink_to(blob)
+    source_of(load(llama, tmp_path / "cache", 0)).close()
+    os.utime(blob, (1, 1))
+    source_of(load(llama, tmp_path / "cache", 0)).close()
+    assert len(list((tmp_path / "cache").glob("*/"))) == 1
 
 
 def test_a_full_disk_is_told_before_anything_is_written(

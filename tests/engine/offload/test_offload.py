@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from dynatree.common.errors import StartupError
 from dynatree.common.limits import ALL_LAYERS
@@ -24,7 +25,9 @@ from dynatree.engine.cpu import native
 from dynatree.engine.engine import Engine
 from dynatree.engine.forward.segment import Segment
 from dynatree.engine.forward.tree_mask import ancestor_mask
+from dynatree.engine.kv import budget
 from dynatree.engine.loading import load_engine
+from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.offload import choice
 from dynatree.engine.offload.disk_layers import DiskLayers
 from dynatree.engine.offload.host_layers import HostLayers
@@ -274,6 +277,23 @@ def test_room_is_left_for_the_keys_and_values_of_a_session(tmp_path: Path, monke
         kept[slots] = source_of(engine).bytes
         source_of(engine).close()
     assert kept[1] < kept[4096], "more layers are offloaded"
+
+
+@pytest.mark.parametrize("resident", [None, 1])
+def test_a_context_that_does_not_fit_is_known_before_the_weights_are_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int | None
+) -> None:
+    settings = ModelSettings(str(llama), sessions=1, max_context=64, resident_layers=resident, layer_cache=tmp_path)
+    told = served(settings)
+    model = skeleton(LlamaConfig.from_pretrained(llama), torch.float32)
+    plan = choice.plan_of(model, choice.weight_bytes(settings, "model", model, None))
+    taken = told.weight_bytes if resident is None else plan.least + plan.layer_bytes
+    keys = (64 + settings.speculative_slots) * told.kv_bytes
+    monkeypatch.setattr(budget, "free_memory", lambda device: taken + keys / budget.CPU_SHARE)
+    assert served(settings) == told
+    monkeypatch.setattr(budget, "free_memory", lambda device: taken + keys / budget.CPU_SHARE - 1000)
+    with pytest.raises(StartupError, match=r"the KV cache of one session takes .* lower --max-context"):
+        served(settings)
 
 
 @compiled

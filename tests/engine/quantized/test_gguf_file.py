@@ -138,11 +138,14 @@ def test_the_blocks_of_experts_are_repacked_if_gate_and_up_are_of_one_type(tmp_p
 
 
 @compiled
-def test_layers_with_quantised_experts_are_not_offloaded(tmp_path):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, family="qwen3moe", words=WORDS)
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_layers_of_mixtures_are_not_offloaded(tmp_path, kind):
+    path = save_gguf(tmp_path / "model.gguf", (kind,), seed=1, family="qwen3moe", words=WORDS)
     settings = ModelSettings(str(path), sessions=1, resident_layers=0, layer_cache=tmp_path / "layers")
-    with pytest.raises(StartupError, match="its layers cannot be offloaded, because they have quantised experts"):
-        load_engine(settings)
+    for asked in (served, load_engine):
+        with pytest.raises(StartupError, match="layers of a mixture of experts cannot be offloaded on this CPU"):
+            asked(settings)
+    assert not (tmp_path / "layers").exists()
 
 
 @pytest.mark.parametrize("part", ["gate", "up", "down"])

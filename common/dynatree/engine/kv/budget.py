@@ -31,6 +31,7 @@ class KVBudget:
         session_bytes: Bytes that the recurrent layers keep of a session and of an entry of the prefix cache, of which
             there may be as many.
         pass_bytes: Bytes that they keep of the tokens of one forward pass.
+        weight_bytes: Bytes of the model's weights on the device that are not loaded yet.
     """
 
     sessions: int
@@ -40,6 +41,7 @@ class KVBudget:
     copy_bytes: int = 0
     session_bytes: int = 0
     pass_bytes: int = 0
+    weight_bytes: int = 0
 
     def slots(self, asked: int | None) -> int:
         """Return the KV cache's slots: `asked`, or if it is None, the sessions' largest need, limited by free memory.
@@ -95,8 +97,10 @@ class KVBudget:
     def _free(self) -> int | None:
         """Free bytes of the device without those of a copy; None if unknown."""
         free = free_memory(self.device)
-        # the copy has a KV cache as well
-        return free if free is None or not self.copy_bytes else max(free - self.copy_bytes, 0) // 2
+        if free is None:
+            return None
+        left = max(free - self.copy_bytes - self.weight_bytes, 0)
+        return left // 2 if self.copy_bytes else left  # the copy has a KV cache as well
 
     @property
     def _share(self) -> float:

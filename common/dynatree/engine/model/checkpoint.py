@@ -73,12 +73,16 @@ class Checkpoint:
     def identity(self) -> str:
         """Return a hash of the dtype, of the files' names, sizes and times, and of samples of every tensor.
 
-        Times alone are not enough, because archives, images and copies keep or unify them.
+        Times alone are not enough, because archives, images and copies keep or unify them. A file of the hub is a link
+        to a file that is named by a hash of its content, and has that name in place of its time: each download has
+        another time.
         """
         parts = hashlib.sha256(str(self._dtype).encode())
         for name in sorted({file for file, _ in self._files.values()}):
-            stat = (self._folder / name).stat()
-            parts.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            path = (self._folder / name).resolve()
+            stat = path.stat()
+            version = path.name if path.parent.name == "blobs" else stat.st_mtime_ns
+            parts.update(f"\n{name} {stat.st_size} {version}\n".encode())
             for sample in _samples(self._folder / name):
                 parts.update(sample)
         return parts.hexdigest()

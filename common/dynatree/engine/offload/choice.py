@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
 from dynatree.engine.cpu.native import is_native
+from dynatree.engine.cpu.native_experts import fused_experts
 from dynatree.engine.device import chosen_device
 from dynatree.engine.kv.budget import CPU_SHARE, GPU_SHARE, free_memory
 from dynatree.engine.kv.kv_cache import KVShape
@@ -52,11 +53,13 @@ class Placement:
         resident: Layers in memory.
         layers: All layers.
         layer_bytes: Bytes of the largest layer.
+        weight_bytes: Bytes of all weights in memory.
     """
 
     resident: int
     layers: int
     layer_bytes: int
+    weight_bytes: int
 
 
 def weight_bytes(settings: ModelSettings, name: str, model: PreTrainedModel, files: QuantizedFiles | None) -> BytesOf:
@@ -156,7 +159,14 @@ def placement(
         room *= 2 if beside else 1  # as `KVBudget.slots`
         fitting = plan.resident(int(min(_share(where, WEIGHTS_SHARE) * free, _LOADED_SHARE * free - room)))
     resident = fitting if asked is None else min(asked, plan.layers)
-    return None if resident == plan.layers else Placement(resident, plan.layers, plan.layer_bytes)
+    if resident == plan.layers:
+        return None
+    if is_native(where, model.dtype) and any(fused_experts(model)):  # offloaded, torch would compute the experts
+        raise StartupError(
+            "the layers of a mixture of experts cannot be offloaded on this CPU; expected more free memory than the "
+            f"{size_text(size(model, ''))} of its weights, or fewer bytes of them, by --weights"
+        )
+    return Placement(resident, plan.layers, plan.layer_bytes, plan.least + resident * plan.layer_bytes)
 
 
 def offloaded_model(

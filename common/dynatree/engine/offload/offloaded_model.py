@@ -138,6 +138,11 @@ def _filled(
     return sums
 
 
+def _structure(layers: nn.ModuleList) -> list[Any]:
+    """Return the names, shapes and dtypes of the weights of all layers, which a version or a configuration changes."""
+    return [[(name, *each.shape, each.dtype) for name, each in layer.named_parameters()] for layer in layers]
+
+
 def load_offloaded(
     model: PreTrainedModel,
     files: WeightFiles,
@@ -164,7 +169,7 @@ def load_offloaded(
     native = is_native(device, model.dtype)
     # Files of 4 bits that an earlier version rounded, to one end only, have another name.
     rounding = {None: "", 8: " of int8", 4: " of int4, to either end"}[bits]
-    layout = f"{'panels' if native else 'rows'}{rounding}"
+    layout = f"{'panels' if native else 'rows'}{rounding} of {_structure(layers)}"
 
     def filled(index: int, layer: nn.Module) -> dict[str, list[Any]]:
         return _filled(layer, files, f"{prefix}.{index}.", model.dtype, bits, native)

@@ -213,8 +213,6 @@ class GGUFFile:
             return
         parts = {name: [self._tensors[part] for part in self._experts[f"{path}.{name}"]] for name in _PARTS}
         if self._native and path in self._quantised_experts:
-            if own != path:
-                raise self._refusal("its layers cannot be offloaded, because they have quantised experts")
             count = len(experts.down_proj)
             gate_up, down = (self._expert_layer(each, count) for each in parts.values())
             module.set_submodule(own, NativeExperts(gate_up, down, count))

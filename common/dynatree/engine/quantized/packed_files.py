@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +45,7 @@ class PackedFiles:
         """
         self.name = name
         self._native = native
+        self._settings = dict(settings)
         self._dtype = model.dtype
         try:
             self._format = format_of(settings)
@@ -77,8 +80,9 @@ class PackedFiles:
         return format_name(self._format.name, self._format.bits)
 
     def identity(self) -> str:
-        """See `WeightFiles.identity`."""
-        return self._checkpoint.identity()
+        """See `WeightFiles.identity`; the settings tell how the tensors are read."""
+        settings = json.dumps(self._settings, sort_keys=True, default=str)
+        return hashlib.sha256(f"{settings} {self._checkpoint.identity()}".encode()).hexdigest()
 
     def bytes_of(self, module: nn.Module, prefix: str = "") -> int:
         """See `QuantizedFiles.bytes_of`."""

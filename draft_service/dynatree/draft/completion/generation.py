@@ -93,6 +93,7 @@ class GenerationRequest:
         keeps: Whether later completions of the principal may have candidates from this one.
         received: The part that the client already has from a lost draft service.
         grammar: State of the grammar after that part; None allows any text.
+        special_tokens: Whether the text has the names of special tokens.
         request_id: The request's id in logs.
         span: The tracing span of the completion.
     """
@@ -109,6 +110,7 @@ class GenerationRequest:
     keeps: bool = True
     received: Received = NOTHING_RECEIVED
     grammar: GrammarState | None = None
+    special_tokens: bool = False
     request_id: str = ""
     span: Span = NO_SPAN
 
@@ -194,9 +196,12 @@ class Generation:
             cached_tokens=opened.cached_tokens,
             received=len(request.received.token_ids),
         )
-        self._text = TextStream(Detokenizer(backend.source.tokenizer, request.prompt_ids), StopStrings(request.stop))
+        detokenizer = Detokenizer(backend.source.tokenizer, request.prompt_ids, special_tokens=request.special_tokens)
+        self._text = TextStream(detokenizer, StopStrings(request.stop))
         self._limit = request.limit
-        self._replayed, _ = self._text.push(request.received.token_ids)
+        commit = opened.commit  # of no tokens if those received end with an end token
+        ended = commit.finish_reason is FinishReason.STOP and not commit.token_ids
+        self._replayed, _ = self._text.push(request.received.token_ids, ended=ended)
         self._seen = request.received.characters
         session.rounds = len(request.received.token_ids)  # an upper bound on past rounds, so that no noise repeats
 
@@ -395,7 +400,7 @@ class Generation:
     def _emit(self, last: Round | None, commit: Commit) -> Chunk:
         """Build and count the chunk of a commit; `last` is its round, None for the commit of the prompt."""
         started = time.perf_counter()
-        text, token_ids = self._text.push(commit.token_ids)
+        text, token_ids = self._text.push(commit.token_ids, ended=commit.finish_reason is FinishReason.STOP)
         count = len(token_ids)
         if last is not None:
             self._recorder.part("detokenize", time.perf_counter() - started)

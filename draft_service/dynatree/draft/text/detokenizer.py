@@ -52,6 +52,10 @@ class Detokenizer:
         """Add tokens and return the text that they complete; empty while a character is incomplete."""
         return "".join([self._push(token_id) for token_id in token_ids])
 
+    def pass_over(self) -> None:
+        """Set `offset` for a token that adds no text."""
+        self.offset = self._characters + (0 if self._clean is None else len(self._clean.held))
+
     def flush(self) -> str:
         """Return the rest of the text, with a replacement character for bytes that form no character."""
         text = self._utf8.decode(b"", final=True)
@@ -60,7 +64,8 @@ class Detokenizer:
     def _push(self, token_id: int) -> str:
         data, self._context = self._vocabulary.added(self._context, token_id)
         text = self._broken_by(data[:1])
-        self.offset = self._characters + len(text) + (0 if self._clean is None else len(self._clean.held))
+        self.pass_over()
+        self.offset += len(text)
         text += self._utf8.decode(data)
         if self._clean is not None:
             text = self._clean.push(text)

@@ -16,6 +16,7 @@ from dynatree.draft.text.hidden_names import HiddenNames, renamed
 from dynatree.draft.text.prompt_text import decoded
 from dynatree.draft.text.tools import (
     Fields,
+    in_harmony,
     odd_arguments,
     parsed,
     parsed_object,
@@ -133,6 +134,8 @@ class PromptEncoder:
                 said, described, given = (replaced(each, hidden.hide) for each in (said, described, given))
             if self._writes_tools is None:
                 said, described = without_tools(said, described), []
+            elif self._writes_tools == "harmony":
+                said = [*map(in_harmony, said)]
             rendered = self._tokenizer.apply_chat_template(
                 said,
                 tools=described or None,

@@ -23,17 +23,21 @@ class TextStream:
         """Whether a stop string has appeared."""
         return self._stops.found
 
-    def push(self, token_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    def push(self, token_ids: tuple[int, ...], *, ended: bool = False) -> tuple[str, tuple[int, ...]]:
         """Add tokens; return the text that they complete, and the tokens that belong to the completion.
 
-        The last such token is the one that completes a stop string; the text ends before the stop string.
+        The last such token is the one that completes a stop string; the text ends before the stop string. If the
+        completion has `ended` at the last of `token_ids`, an end token, that token has no text.
         """
         text = ""
         offsets: list[int] = []
-        for token in token_ids:
+        for place, token in enumerate(token_ids, start=1):
             if self.stopped:
                 break
-            text += self._stops.push(self._detokenizer.push([token]))
+            if ended and place == len(token_ids):
+                self._detokenizer.pass_over()
+            else:
+                text += self._stops.push(self._detokenizer.push([token]))
             offsets.append(self._detokenizer.offset)
         self.offsets = tuple(offsets)
         return text, token_ids[: len(offsets)]

@@ -15,12 +15,14 @@ _JOINT = r"""(?:\\n|[\s'"{}+~-])*"""
 # forms share a tag or a key with these, so neither tells a form. Newer templates of Mistral write the function's name
 # after the mark, the older ones an array.
 _SIGNS = {
+    "harmony": re.compile(r"<\|channel\|>commentary"),
     "mistral_named": re.compile(r"""\[ARGS\]|\[TOOL_CALLS\]['"][\s+~}{-]*\w[\w.]*(\.name\b|\[['"]name['"]\])"""),
     "mistral": re.compile(rf"\[TOOL_CALLS\]{_JOINT}\["),
     "qwen3_coder": re.compile(f"<tool_call>{_JOINT}<function="),
     "hermes": re.compile(rf"""<tool_call>{_JOINT}\\?"(?:name|arguments)\\?":"""),
     "llama3": re.compile(rf"""(?<![>[])\{{\\?"name\\?": [^,]{{1,80}},{_JOINT}\\?"parameters\\?":"""),
 }
+_THOUGHT = re.compile(r"<think>\n(.*?)\n</think>\s*", re.DOTALL)  # as clients write it before the content
 _TOOLS = re.compile(r"\btools\b")
 _INSTRUCTIONS = """You may call functions. Each of these lines describes one, with a JSON schema of its parameters:
 {tools}
@@ -122,6 +124,18 @@ def _described(chat: list[Fields], tools: Sequence[Any]) -> list[Fields]:
         return [{"role": "user", "content": told}, *chat]
     asked = {**chat[place], "content": f"{told}\n\n{chat[place]['content']}"}
     return [*chat[:place], asked, *chat[place + 1 :]]
+
+
+def in_harmony(message: Fields) -> Fields:
+    """Return a message for gpt-oss's template, which writes content as reasoning before calls, and else as the answer.
+
+    The reasoning of an answer without calls is left out, as the model has learnt it.
+    """
+    thought = _THOUGHT.match(message["content"]) if message.get("role") == "assistant" else None
+    if thought is None:
+        return message
+    content = message["content"][thought.end() :]
+    return {**message, "content": f"{thought[1]}\n{content}".rstrip() if message.get("tool_calls") else content}
 
 
 def _as_text(message: Fields) -> Fields:
