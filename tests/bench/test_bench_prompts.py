@@ -232,8 +232,12 @@ def test_the_configuration_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (asked, prompts.file) == (["someone/tales", "raw", "test"], "someone/tales:raw")
 
 
-def test_half_of_a_surrogate_pair_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", "Hi \ud800 there"), ("messages", [{"role": "user", "content": "Hi \ud800 there"}])],
+)
+def test_half_of_a_surrogate_pair_is_one_line(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "Hi \\ud800 there"}\n')
-    with pytest.raises(SystemExit, match="is not valid Unicode"):
+    path.write_text(json.dumps({field: value}))
+    with pytest.raises(SystemExit, match=f"line 1: {field} is not valid Unicode"):
         read_prompts(path, Selection(1, 8), load_tokenizer("embedded").encode)

@@ -14,8 +14,11 @@ from dynatree.cli.reference import Reference
 from dynatree.cli.service_pair import ServicePair
 from dynatree.client import Client
 from dynatree.draft.settings import DraftSettings
+from dynatree.engine.examined import WITHOUT_ATTENTION
 from dynatree.engine.settings import ModelSettings
 from dynatree.verify.settings import VerifySettings
+from tests.support.door import saved
+from tests.support.families import tiny_config, tiny_model
 from tests.support.gguf_files import save_gguf
 from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import CONTEXT, save_random_model
@@ -97,6 +100,15 @@ def test_the_reference_has_the_context_that_is_served(tmp_path: Path) -> None:
     path = str(save_random_model(tmp_path, "llama", 1))
     settings = (ModelSettings(path), ModelSettings(path, max_context=100))
     assert [Reference(each, "float32", "cpu").context for each in settings] == [CONTEXT, 100]
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_the_reference_may_have_a_model_that_bounds_no_context(tmp_path: Path, family: str) -> None:
+    path = str(saved(tiny_model(tiny_config(family)), tmp_path))
+    settings = (ModelSettings(path), ModelSettings(path, max_context=100))
+    references = [Reference(each, "float32", "cpu") for each in settings]
+    assert [each.context for each in references] == [WITHOUT_ATTENTION, 100]
+    assert len(references[0].generate(list(range(20, 40)), 3)) == 3
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 8), ("awq", 4), ("packed", 4)])

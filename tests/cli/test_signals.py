@@ -1,5 +1,6 @@
 """Signals and killed parents: services end with the command that started them."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dynatree.cli.serve import pair_settings
-from dynatree.cli.service_pair import service_pair, starting_pair
+from dynatree.cli.service_pair import further_draft, service_pair, starting_pair
+from dynatree.cli.settings import SERVE_SECONDS
 from dynatree.client import Client
 from tests.support.processes import first_process, is_running, wait_until
 
@@ -161,6 +163,12 @@ def test_a_signal_that_comes_while_a_service_starts_leaves_none_behind(monkeypat
     assert len(started) == 2
     assert [process.poll() is not None for process in started] == [True, True]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("start", [service_pair, further_draft])
+def test_services_may_load_as_long_as_those_of_serve(start):
+    """A model that `serve` loads in half an hour can also be audited, measured and ranked."""
+    assert inspect.signature(start).parameters["start_timeout"].default == SERVE_SECONDS
 
 
 def test_services_have_their_grace_period_before_they_are_killed(monkeypatch):

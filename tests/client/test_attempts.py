@@ -34,6 +34,11 @@ def test_a_request_that_has_begun_is_tried_for_its_window(clock: list[float]) ->
     assert max(pauses) == 1.0
 
 
+def test_a_request_may_be_tried_for_hours(clock: list[float]) -> None:
+    attempts = Attempts(1, connect_seconds=1e9, resume_seconds=1e9)
+    assert [attempts.after(UNAVAILABLE) for _ in range(2000)][-1] == 1.0
+
+
 def test_the_window_begins_anew_with_what_is_received(clock: list[float]) -> None:
     attempts = Attempts(1, connect_seconds=5.0, resume_seconds=30.0)
     attempts.received()

@@ -82,6 +82,16 @@ def test_a_request_that_the_server_dropped_is_sent_anew(service: FakeDraftServic
         client.generate("Once")
 
 
+def test_a_pause_that_would_exceed_the_timeout_ends_the_request_with_its_error(
+    client: Client, service: FakeDraftService
+) -> None:
+    """The pauses are 0.2, 0.4 and 0.8 s."""
+    service.script = [Fail(grpc.StatusCode.UNAVAILABLE)]
+    for call in (lambda: client.generate("Once", timeout=1.2), lambda: generate_async(service, timeout=1.2)):
+        with pytest.raises(ServerUnavailableError, match="as scripted"):
+            call()
+
+
 @pytest.mark.parametrize(("refused", "asked"), [("queue", 2), ("quota", 1)])
 def test_a_quota_is_not_looked_for_at_another_server(tmp_path: Path, refused: str, asked: int) -> None:
     def folder(name: str) -> Path:

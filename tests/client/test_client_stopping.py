@@ -201,6 +201,23 @@ def test_cancelling_the_task_cancels_on_the_server(service: FakeDraftService) ->
     asyncio.run(run())
 
 
+def test_a_timeout_of_one_chunk_cancels_on_the_server(service: FakeDraftService) -> None:
+    """The program still has the stream."""
+
+    async def run() -> None:
+        async with AsyncClient(service.address) as client:
+            stream = client.stream("Once")
+            await anext(stream)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await anext(stream)
+            assert await asyncio.to_thread(service.abandoned.wait, 60)
+            assert stream.text == "Hé"
+
+    service.script = [message("Hé", 1), Hang()]
+    asyncio.run(run())
+
+
 async def arrival(service: FakeDraftService) -> None:
     """Wait until a request has reached the service."""
     while not service.requests:

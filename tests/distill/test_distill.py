@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dynatree import embedded
 from dynatree.cli.checks import check_pair
@@ -23,12 +24,12 @@ from dynatree.cli.main import main
 from dynatree.common.errors import StartupError
 from dynatree.distill import command, distillation, outcome
 from dynatree.distill.arguments import add_arguments
-from dynatree.distill.command import load_target
+from dynatree.distill.command import examined_target, load_target
 from dynatree.distill.distillation import Distillation
 from dynatree.distill.folder import Folder
 from dynatree.distill.labels import HELD_BACK, HELD_BACK_PIECE, Labeller, Labels
-from dynatree.distill.student import check_head, cut, dense, kept_layers
-from dynatree.distill.texts import PROMPT, chat_frame, read_texts
+from dynatree.distill.student import check_head, cut, dense, from_config, kept_layers
+from dynatree.distill.texts import LENGTH, PROMPT, chat_frame, read_texts
 from dynatree.distill.training import Training, rate_share
 from dynatree.engine.cpu import native
 from dynatree.engine.cpu.packing import can_pack
@@ -40,6 +41,7 @@ from tests.support.door import saved
 from tests.support.families import tiny_config, tiny_model
 from tests.support.gguf_files import save_gguf
 from tests.support.model_zoo import save_random_model
+from tests.support.packed_checkpoints import save_packed
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # whose text stays as it is
 STEPS = 12
@@ -61,9 +63,17 @@ def labels(target, tmp_path_factory):
     return folder.distill
 
 
+def loaded(target):
+    return load_target(str(target), examined_target(str(target)))
+
+
 def labeller_of(target):
     tokenizer = load_tokenizer(str(target))
-    return Labeller(load_target(str(target)), read_texts([TEXT], tokenizer), chat_frame(tokenizer), seed=0)
+    return Labeller(loaded(target), read_texts([TEXT], tokenizer), chat_frame(tokenizer), seed=0)
+
+
+def change(config, **values):
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
 
 
 class EndedError(Exception):
@@ -85,9 +95,7 @@ def distil(target, labels, out, *, end=None, resume=False, answers=0.0):
         shutil.copytree(labels, folder.distill)
     folder.begin({"seed": 0}, resume)
     ticks = clock(end)
-    training = Training(
-        cut(load_target(str(target)), [0, 2]), STEPS, 0, folder.labels, torch.float32, lambda: next(ticks)
-    )
+    training = Training(cut(loaded(target), [0, 2]), STEPS, 0, folder.labels, torch.float32, lambda: next(ticks))
     if folder.state.exists():
         training.load(folder.state)
     tokenizer = load_tokenizer(str(target))
@@ -105,7 +113,7 @@ class Command:
 
     def __init__(self, target, out, monkeypatch, minutes):
         self.now = 0.0
-        monkeypatch.setattr(command, "load_target", lambda model: self.after_a_minute(load_target(model)))
+        monkeypatch.setattr(command, "load_target", lambda *model: self.after_a_minute(load_target(*model)))
         monkeypatch.setattr(command, "outcome", self.outcome)
         monkeypatch.setattr(distillation, "LABELLING", 0.1)
         monkeypatch.setattr("dynatree.distill.labels.HELD_BACK_PIECE", HELD_BACK)
@@ -186,9 +194,37 @@ def test_an_interrupted_training_continues_bit_for_bit(target, labels, tmp_path)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("few_labels")
+def test_a_draft_that_could_not_be_written_is_written_when_the_training_is_resumed(labels, target, tmp_path):
+    """The disk may be full when the last state is written and the draft is not."""
+    whole = distil(target, labels, tmp_path / "out")
+    draft = tmp_path / "out/model.safetensors"
+    written = draft.read_bytes()
+    draft.unlink()
+    again = distil(target, labels, tmp_path / "out", resume=True)
+    assert again.position.steps == whole.position.steps
+    assert draft.read_bytes() == written
+
+
+def test_a_training_goes_on_with_its_texts_though_they_have_grown(target, tmp_path, monkeypatch, capsys):
+    """A service that records writes more of them."""
+    monkeypatch.setattr(command, "outcome", lambda *_: [])
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(TEXT, texts / "first.txt")
+    line = ("--target-model", target, "--texts", texts, "--out", tmp_path / "out", "--minutes", 1e-4, "--answers", 0)
+    assert main(["distill", *map(str, line)]) == 0
+    shutil.copy(TEXT, texts / "second.txt")
+    assert main(["distill", *map(str, line), "--resume"]) == 0, capsys.readouterr().err
+    assert f"the texts are those that {tmp_path / 'out'} keeps" in capsys.readouterr().out
+    (tmp_path / "out/distill/texts.safetensors").write_bytes(b"other")
+    assert main(["distill", *map(str, line), "--resume"]) == 1
+    assert "texts.safetensors cannot be read" in capsys.readouterr().err
+
+
 def test_a_draft_of_all_layers_has_nothing_to_learn(target, labels):
     """The loss is computed from part of the vocabulary; it still vanishes where draft and target are one model."""
-    model, losses = load_target(str(target)), {}
+    model, losses = loaded(target), {}
     for kept in ((0, 1, 2), (0, 2)):
         training = Training(
             cut(model, list(kept)), 1e9, 0, lambda number: labels / f"labels-{number:05}.safetensors", torch.float32
@@ -237,8 +273,13 @@ def test_the_learning_rate_rises_and_falls():
 
 
 @pytest.mark.long
-def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
-    path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, context=512)
+@pytest.mark.parametrize("kind", ["gguf", "gptq"])
+def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys, kind):
+    if kind == "gguf":
+        path = save_gguf(tmp_path / "model.gguf", ("Q8_0",), seed=1, context=512)
+    else:
+        path, _ = save_packed(tmp_path, "gptq", 4)
+        change(path / "config.json", max_position_embeddings=512)
     monkeypatch.setattr(command, "outcome", lambda *_: ["done"])
     line = ("--target-model", path, "--texts", TEXT, "--out", tmp_path / "out", "--minutes", 1e-4, "--answers", 0)
     assert main(["distill", *map(str, line)]) == 0
@@ -250,8 +291,8 @@ def test_a_quantised_target_is_dequantised(tmp_path, monkeypatch, capsys):
         engine = load_engine(ModelSettings(str(tmp_path / "out"), weights=weights, sessions=1, chooses_tokens=False))
         assert "gguf" not in engine.info.numerics
     short = save_gguf(tmp_path / "short.gguf", ("Q8_0",), seed=1)
-    with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected 256"):
-        load_target(str(short))
+    with pytest.raises(StartupError, match=r"short\.gguf has a context of 160 tokens, expected at least 256"):
+        examined_target(str(short))
 
 
 @pytest.fixture(scope="module", name="recurrent")
@@ -262,7 +303,7 @@ def recurrent_fixture(tmp_path_factory):
 
 def test_a_target_whose_layers_recur_is_imitated_by_a_draft_that_attends(recurrent):
     """Cut layers of it would be refused as a draft once they are trained."""
-    target = load_target(str(recurrent))
+    target = loaded(recurrent)
     student = dense(target, layers=2, context_length=512, seed=0)
     assert not recurs(student.config)
     assert torch.equal(student.get_input_embeddings().weight, target.get_input_embeddings().weight)
@@ -296,6 +337,19 @@ def test_a_draft_that_would_be_refused_is_not_trained(tmp_path, capsys):
     message = "lfm2 has recurrent layers, and a draft cannot go back before a state; expected another --draft-model"
     assert message in refusal(capsys, *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_long_context_is_neither_served_nor_refused(tmp_path, monkeypatch, capsys):
+    """Phi 3.5 changes its frequencies beyond a shorter context, and others would need more memory than there is."""
+    monkeypatch.setattr(outcome, "PROMPTS", 1)
+    monkeypatch.setattr(outcome, "NEW_TOKENS", 4)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, **factors}
+    config = tiny_config("phi3", max_position_embeddings=2**17, rope_parameters=rope)
+    path = saved(tiny_model(config), tmp_path / "target")
+    line = ("--target-model", path, "--texts", TEXT, "--out", tmp_path / "out", "--minutes", 1e-4, "--answers", 0)
+    assert main(["distill", *map(str, line)]) == 0, capsys.readouterr().err
+    assert "expected on this machine" in capsys.readouterr().out
 
 
 def test_the_outcome_names_the_speed_of_chain_and_tree(monkeypatch):
@@ -362,9 +416,11 @@ def test_a_killed_writer_and_a_full_disk_leave_the_last_checkpoint(tmp_path):
     assert folder.state.read_bytes() == b"next"
 
 
-def refusal(capsys, *arguments):
-    assert main(["distill", "--target-model", "embedded", *map(str, arguments)]) == 1
-    return capsys.readouterr().err
+def refusal(capsys, *arguments, target="embedded"):
+    assert main(["distill", "--target-model", str(target), *map(str, arguments)]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("dynatree: error: ")
+    return line
 
 
 def test_texts_and_folders_that_cannot_be_used(tmp_path, capsys):
@@ -404,8 +460,102 @@ def test_whole_chats_are_texts_and_a_line_that_is_being_recorded_is_left_out(tmp
         read_texts([path], tokenizer)
 
 
+def test_half_of_a_surrogate_pair_is_one_line(tmp_path, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "\\ud83d"}\n')
+    message = "texts.jsonl: line 1: text is not valid Unicode: it has half of a surrogate pair"
+    assert message in refusal(capsys, "--texts", path, "--out", tmp_path / "out")
+
+
+def test_the_last_line_may_be_nested_deeply(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "words"}\n' * 2048 + "[" * 100_000)
+    assert len(read_texts([path], load_tokenizer(str(embedded.target_path()))).training) > 2048
+
+
+def test_a_token_takes_a_few_bytes(tmp_path):
+    """A folder of recorded texts may have hundreds of millions."""
+
+    class Tokenizer:
+        eos_token_id = 0
+
+        def __call__(self, text, **_):
+            return {"input_ids": range(1000, 1000 + len(text))}
+
+    for number in range(50):
+        (tmp_path / f"{number}.txt").write_text("x" * 20_000)
+    tracemalloc.start()
+    try:
+        texts = read_texts([tmp_path], Tokenizer())
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(texts.training) + len(texts.held_back) == 50 * 20_001
+    assert most < 16 * 50 * 20_001
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Mistakes are told before texts are read and the target is loaded."""
+    for name in ("read_texts", "load_target"):
+        monkeypatch.setattr(command, name, lambda *_, name=name: pytest.fail(f"{name} is called"))
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma4_text", {}), ("deepseek_v3", {"first_k_dense_replace": 3}), ("llama4_text", {"moe_layers": [0, 1, 2]})],
+)
+def test_layers_that_differ_by_their_numbers_cannot_be_cut(tmp_path, capsys, family, changes):
+    path = saved(tiny_model(tiny_config(family, **changes)), tmp_path / "target")
+    message = f"layers of {family} cannot be cut; expected --draft-config"
+    assert message in refusal(capsys, "--texts", TEXT, "--out", tmp_path / "out", target=path)
+
+
+def test_a_draft_without_the_targets_bias_has_its_own_output_layer(target, tmp_path):
+    tiny_config("phi").save_pretrained(tmp_path)
+    student = from_config(tmp_path / "config.json", loaded(target), seed=0)
+    assert student.get_output_embeddings().bias is not None
+    assert student.get_output_embeddings().weight.requires_grad
+
+
+def test_a_configuration_of_quantised_files_makes_a_draft_of_floats(target, tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    change(tmp_path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    student = from_config(tmp_path / "config.json", loaded(target), seed=0)
+    assert not hasattr(student.config, "quantization_config")
+
+
+@pytest.mark.parametrize("files", ["lack a tensor", "are cut off", "have scales"])
+def test_a_target_whose_files_are_not_whole(tmp_path, files):
+    path = save_random_model(tmp_path, "llama", seed=1, max_position_embeddings=512) / "model.safetensors"
+    config = examined_target(str(tmp_path))
+    name, weights = "model.layers.1.mlp.up_proj.weight", load_file(path)
+    if files == "are cut off":
+        path.write_bytes(path.read_bytes()[:-1000])
+        message = "could not be loaded: "
+    elif files == "lack a tensor":
+        del weights[name]
+        save_file(weights, path, metadata={"format": "pt"})
+        message = f"cannot be served: its checkpoint lacks {name}"
+    else:
+        save_file(weights | {f"{name}_scale": torch.ones(1)}, path, metadata={"format": "pt"})
+        message = f"cannot be served: its checkpoint has {name}_scale, but its config.json has no quantization_config"
+    with pytest.raises(StartupError, match=re.escape(message)):
+        load_target(str(tmp_path), config)
+
+
+@pytest.mark.usefixtures("early")
 def test_drafts_that_cannot_be_made(tmp_path, capsys):
     arguments = ("--texts", TEXT, "--out", tmp_path / "out")
+    message = "nothing.json cannot be read: No such file or directory"
+    assert message in refusal(capsys, *arguments, "--draft-config", tmp_path / "nothing.json")
+    good = save_random_model(tmp_path / "good", "llama", seed=1, max_position_embeddings=LENGTH - 1) / "config.json"
+    message = "config.json has a context of 255 tokens, expected at least 256"
+    assert message in refusal(capsys, *arguments, "--draft-config", good)
+    for values in ({"hidden_size": "wide"}, {"num_attention_heads": 7}):
+        change(good, **{"hidden_size": 64, "max_position_embeddings": 512} | values)
+        assert "is no configuration of a model: " in refusal(capsys, *arguments, "--draft-config", good)
     assert "--layers is 4, but the target has 4 layers" in refusal(capsys, *arguments, "--layers", 4)
     other = save_random_model(tmp_path / "other", "llama", seed=1, vocab_size=3000) / "config.json"
     message = "has a vocabulary of 3000 tokens, so it cannot use the target's tokenizer; expected 2048"

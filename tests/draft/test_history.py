@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -209,6 +210,40 @@ def test_a_file_keeps_what_was_held_and_only_this_user_reads_it(tmp_path: Path) 
     loaded = SuffixIndexes(1000)
     HistoryFile(file, "tokenizer").load(loaded)
     assert (loaded.sequences, loaded.tokens) == (histories.sequences, 15)
+
+
+class Lazy:
+    """Takes the place of `SuffixIndexes`, and makes each sequence when it is asked for."""
+
+    sequences = property(lambda _: ((name, ([7] * 100_000 for _ in range(10))) for name in ("a", "b")))
+
+
+def test_a_file_is_written_one_sequence_at_a_time(tmp_path: Path) -> None:
+    """All sequences together would take gigabytes, and the service is soon killed."""
+    file = HistoryFile(tmp_path / "history", "tokenizer")
+    tracemalloc.start()
+    try:
+        file.save(Lazy())  # type: ignore[arg-type]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4e6
+    loaded = SuffixIndexes(10_000_000)
+    file.load(loaded)
+    assert loaded.sequences == [(name, [[7] * 100_000]) for name in ("a", "b")], "the same is kept once"
+
+
+def test_a_file_has_the_contents_that_older_versions_write(tmp_path: Path) -> None:
+    histories, file = SuffixIndexes(1000), tmp_path / "history"
+    for name in ("team-ä", "b"):
+        histories.add(name, [1, 2, 3, 4])
+        histories.add(name, [5, 6, 7, 8])
+    for held, principals in (
+        (SuffixIndexes(1000), []),
+        (histories, [{"principal": name, "sequences": sequences} for name, sequences in histories.sequences]),
+    ):
+        HistoryFile(file, "tokenizer").save(held)
+        assert json.loads(file.read_bytes()) == json.loads(saved(principals))
 
 
 def saved(principals: object, tokenizer: str = "tokenizer", version: int = 1) -> bytes:

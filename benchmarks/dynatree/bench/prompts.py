@@ -91,10 +91,6 @@ def load_tokenizer(model: str) -> Tokenizer:
     def encode(text: str | Chat) -> Sequence[int]:
         if not isinstance(text, str):
             return encode_chat(text)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("a prompt is not valid Unicode: it has half of a surrogate pair") from None
         token_ids: list[int] = loaded(text, verbose=False)["input_ids"]
         return token_ids
 
@@ -226,6 +222,11 @@ class Entries:
         if field not in entry:
             raise ValueError(f"{self.unit} {place} has no {field}")
         value = entry[field]
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            reason = f"{field} is not valid Unicode: it has half of a surrogate pair"
+            raise ValueError(f"{self.unit} {place}: {reason}") from None
         if isinstance(value, list) and value:
             if all(map(_is_message, value)):
                 return value

@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the tokens that the target writes itself, from prompts in the texts (default: %(default)g)",
     )
     training.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="seed (default: %(default)s)")
-    training.add_argument("--resume", action="store_true", help="continue the training whose checkpoint is in --out")
+    training.add_argument(
+        "--resume", action="store_true", help="continue the training whose checkpoint is in --out, with its texts"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -63,6 +63,8 @@ class Distillation:
         print(f"before: {self._agreement()}", flush=True)
         saved = shown = position.seconds
         loss: float | None = None
+        if saved >= seconds:  # an earlier run may have failed between its last state and its draft
+            self._folder.write_checkpoint(self._save_draft)
         while position.seconds < seconds:
             if position.files == 0 or self._label_next():
                 self._label(position.files)

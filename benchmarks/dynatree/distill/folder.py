@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, tokenizer.json, ...   the draft, which `--draft-model FOLDER` loads
     distill/run.json                                       what the training depends on; `--resume` compares it
+    distill/texts.safetensors                              the tokens of the texts, which may have changed since
     distill/state.pt                                       trained weights, optimizer and position
     distill/labels-*.safetensors                           the target's predictions, by number
 
@@ -30,6 +31,7 @@ class Folder:
         self.path = path
         self.distill = path / "distill"
         self.state = self.distill / "state.pt"
+        self.texts = self.distill / "texts.safetensors"
         self._run = self.distill / "run.json"
 
     def labels(self, number: int) -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dynatree.bench.methods import Method
 from dynatree.common.errors import StartupError
 from dynatree.common.model_info import ModelInfo
+from dynatree.distill.texts import LENGTH
 from dynatree.draft.policies import DEFAULT_POLICY
 from dynatree.engine.loading import load_engine
 from dynatree.engine.settings import ModelSettings
@@ -55,13 +56,21 @@ def outcome(
     """
     recorder = Recorder(
         load_engine(
-            ModelSettings(target, "cpu", sessions=1, speculative_slots=_TARGET_ROWS, measured_rows=_TARGET_ROWS)
+            ModelSettings(
+                target,
+                "cpu",
+                sessions=1,
+                max_context=LENGTH,
+                speculative_slots=_TARGET_ROWS,
+                measured_rows=_TARGET_ROWS,
+            )
         ),
         load_engine(
             ModelSettings(
                 str(draft),
                 "cpu",
                 sessions=1,
+                max_context=LENGTH,
                 speculative_slots=2 * MOST_NODES,
                 measured_rows=_DRAFT_ROWS,
                 chooses_tokens=False,

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from dynatree.common.errors import StartupError
+from dynatree.engine.model.composite import text_config_of
 from dynatree.engine.model.tokenizer import first_line
 from dynatree.engine.offload.offloaded_model import layers_of
 from dynatree.engine.support.explained import named
@@ -38,13 +39,12 @@ def cut(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     """Return a copy of the target with some of its layers only, in float32."""
     prefix, layers = layers_of(target)
     config = copy.deepcopy(target.config)
-    vars(config).pop("quantization_config", None)  # of the target's files; the student's weights are floats
     text = config.get_text_config()
     for name, value in list(vars(text).items()):  # such as layer_types
         if isinstance(value, list) and len(value) == len(layers):
             setattr(text, name, [value[layer] for layer in kept])
     text.num_hidden_layers = len(kept)
-    student = _model(config)
+    student = random_model(config)
     names = {f"{prefix}.{layer}.": f"{prefix}.{place}." for place, layer in enumerate(kept)}
     state = {}
     for name, weight in target.state_dict().items():
@@ -84,9 +84,12 @@ def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedMod
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         config: PretrainedConfig = AutoConfig.for_model(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise StartupError(f"--draft-config {file} cannot be read: {error.strerror}") from None
+    except Exception as error:  # transformers and its packages raise types of their own
         raise StartupError(f"--draft-config {file} is no configuration of a model: {first_line(error)}") from None
     with named(file.name):
+        config = text_config_of(config)
         check_config(config)
     theirs = target.config.get_text_config().vocab_size
     if config.vocab_size != theirs:
@@ -94,17 +97,21 @@ def from_config(file: Path, target: PreTrainedModel, seed: int) -> PreTrainedMod
             f"--draft-config {file} has a vocabulary of {config.vocab_size} tokens, so it cannot use the target's "
             f"tokenizer; expected {theirs}"
         )
-    return _random(config, target, seed)
+    try:
+        return _random(config, target, seed)
+    except Exception as error:
+        raise StartupError(f"--draft-config {file} makes no model: {first_line(error)}") from None
 
 
 def _random(config: PretrainedConfig, target: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Return a model with random layers; it takes the target's embeddings if they fit."""
     torch.manual_seed(seed)
-    student = _model(config)
+    student = random_model(config)
     for ours, wanted in zip(vocabulary_of(student), vocabulary_of(target), strict=True):
-        if ours.weight.shape != wanted.weight.shape:
+        own, theirs = ours.state_dict(), wanted.state_dict()
+        if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in theirs.items()}:
             return student
-        ours.load_state_dict(wanted.state_dict())
+        ours.load_state_dict(theirs)
     freeze_vocabulary(student)
     return student
 
@@ -120,7 +127,9 @@ def vocabulary_of(model: PreTrainedModel) -> tuple[Any, Any]:
     return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
-def _model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of a configuration with random weights, in float32."""
+    vars(config).pop("quantization_config", None)  # of a checkpoint's files
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
     eager: PreTrainedModel = model.eval()  # no dropout, also in training
     return eager

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dynatree.bench.prompts import JSONL_SUFFIXES, Chat, read_entries
@@ -34,6 +37,23 @@ class Texts:
     held_back: Tensor
     sha256: str
 
+    def save(self, path: Path) -> None:
+        """Write the tokens to a file."""
+        save_file({"training": self.training, "held_back": self.held_back}, path, {"sha256": self.sha256})
+
+    @classmethod
+    def load(cls, path: Path) -> Texts:
+        """Read a file that `save` wrote.
+
+        Raises:
+            StartupError: It cannot be read.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                return cls(file.get_tensor("training"), file.get_tensor("held_back"), file.metadata()["sha256"])
+        except Exception:  # safetensors raises a type of its own
+            raise StartupError(f"--resume: {path} cannot be read") from None
+
 
 def read_texts(sources: Sequence[Path], tokenizer: Any) -> Texts:
     """Read files and folders, and hold back every sixteenth piece of 1,024 tokens.
@@ -45,17 +65,16 @@ def read_texts(sources: Sequence[Path], tokenizer: Any) -> Texts:
         StartupError: A source cannot be read, the chat template refuses a chat, or there are too few tokens.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
+    ids = array("i")  # a list would take nine times the memory
     for document in (document for source in sources for document in _documents(source)):
-        ids += [*_encoded(document, tokenizer), *end]
-    pieces = torch.split(torch.tensor(ids, dtype=torch.int32), _PIECE)
+        ids.extend([*_encoded(document, tokenizer), *end])
     if len(ids) < 2 * _PIECE:
         names = ", ".join(map(str, sources))
         raise StartupError(f"--texts {names} has {len(ids)} tokens; expected at least {2 * _PIECE}, better a million")
+    pieces = torch.split(torch.frombuffer(ids, dtype=torch.int32), _PIECE)
     every = min(_HELD_BACK, len(ids) // _PIECE)
     training = [piece for number, piece in enumerate(pieces) if number % every != every - 1]
-    digest = hashlib.sha256(torch.cat(pieces).numpy().tobytes()).hexdigest()
-    return Texts(torch.cat(training), torch.cat(pieces[every - 1 :: every]), digest)
+    return Texts(torch.cat(training), torch.cat(pieces[every - 1 :: every]), hashlib.sha256(ids).hexdigest())
 
 
 def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
@@ -137,6 +156,6 @@ def _without_incomplete_line(text: str) -> str:
     whole, _, last = text.rpartition("\n")
     try:
         json.loads(last or "0")
-    except ValueError:
+    except (ValueError, RecursionError):
         return whole
     return text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from dynatree.engine.examined import WITHOUT_ATTENTION
 from dynatree.engine.model.composite import loader_of
 from dynatree.engine.model.gguf_config import config_of
 from dynatree.engine.model.tokenizer import load_tokenizer
@@ -57,7 +58,8 @@ class Reference:
         self.dequantised = dequantised is not None
         self._model: Any = dequantised or loader.from_pretrained(settings.model, dtype=getattr(torch, dtype)).to(device)
         self._tokenizer: Any = load_tokenizer(settings.model)
-        longest: int = self._model.config.get_text_config().max_position_embeddings
+        named: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        longest = named or settings.max_context or WITHOUT_ATTENTION
         self.context = min(settings.max_context or longest, longest)
         self.spans = [span for span in spans(self._model.config) if span < self.context]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dynatree.cli import interrupts
 from dynatree.cli.main import COMMANDS, MODEL_ENVIRONMENT, finished
+from dynatree.cli.settings import SERVE_SECONDS
 from dynatree.client import Client
 from dynatree.common.model_info import NO_MODEL
 from dynatree.engine.model.files import described
@@ -67,7 +68,9 @@ class ServicePair:
 
 
 @contextmanager
-def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: float = 300.0) -> Iterator[ServicePair]:
+def service_pair(
+    verify: VerifySettings, draft: DraftSettings, start_timeout: float = SERVE_SECONDS
+) -> Iterator[ServicePair]:
     """Run a verify and a draft service within the context, and wait until they are ready.
 
     Args:
@@ -84,7 +87,9 @@ def service_pair(verify: VerifySettings, draft: DraftSettings, start_timeout: fl
 
 
 @contextmanager
-def further_draft(pair: ServicePair, draft: DraftSettings, start_timeout: float = 300.0) -> Iterator[ServicePair]:
+def further_draft(
+    pair: ServicePair, draft: DraftSettings, start_timeout: float = SERVE_SECONDS
+) -> Iterator[ServicePair]:
     """Run another draft service for the verify service of a pair within the context, and wait until it is ready.
 
     Raises:

@@ -76,7 +76,7 @@ class AsyncCompletionStream(Accumulator):
         except asyncio.CancelledError:
             # gRPC raises this for every cancellation by the client; only the task's own must propagate.
             if _being_cancelled():
-                self._ended = True
+                self._cancel()
                 raise
             if self._ended:  # by aclose(), in another task
                 raise StopAsyncIteration from None
@@ -207,7 +207,8 @@ class AsyncClient(BaseClient):
                 deadline = await self._connect(timeout)
             return FromGrpcLoop(partial(self._responses, next(servers), request, deadline.remaining(), sent + traced))
 
-        return AsyncCompletionStream(start, self._address, request, self._attempts())
+        attempts = self._attempts(lambda: None if deadline is None else deadline.remaining())
+        return AsyncCompletionStream(start, self._address, request, attempts)
 
     async def _responses(
         self, server: int, request: draft_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
@@ -359,12 +360,12 @@ class AsyncClient(BaseClient):
     async def _first_answer(
         self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], Awaitable[T]], deadline: Deadline
     ) -> T:
-        attempts = self._attempts_at_question()
+        attempts = self._attempts_at_question(deadline)
         for server in self._servers_in_turn():
             try:
                 return await ask(self._stubs()[server], deadline.remaining())
             except grpc.RpcError as error:
-                pause = self._pause(attempts, error, deadline)
+                pause = self._pause(attempts, error)
             await asyncio.sleep(pause)
             self._check_open()
         raise AssertionError("the last attempt raises")

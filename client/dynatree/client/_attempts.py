@@ -1,6 +1,7 @@
 """Decides whether and when a failed request is sent again."""
 
 import time
+from collections.abc import Callable
 
 import grpc
 
@@ -22,12 +23,20 @@ class Attempts:
         servers: the number of servers to try.
         connect_seconds: how long a request that has received nothing is retried; a negative number means never.
         resume_seconds: how long a partly received request is retried after its server was lost; negative means never.
+        left: returns the seconds until the call's deadline; None means no deadline.
     """
 
-    def __init__(self, servers: int, connect_seconds: float, resume_seconds: float) -> None:
+    def __init__(
+        self,
+        servers: int,
+        connect_seconds: float,
+        resume_seconds: float,
+        left: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._servers = servers
         self._connect_seconds = connect_seconds
         self._resume_seconds = resume_seconds
+        self._left = left
         self._begun = False
         self._failures = 0  # since the last message
         self._refusals = 0
@@ -67,7 +76,9 @@ class Attempts:
                 return None
         elif code is not _UNAVAILABLE:
             return None
-        if self._failures % self._servers and not quota:
-            return 0.0  # the next server has not been asked yet
-        pause = max(_FIRST_PAUSE * 2.0 ** (self._failures // self._servers), retry_after or 0.0)
-        return min(pause, _LONGEST_PAUSE)
+        pause = 0.0  # if the next server has not been asked yet
+        if quota or self._failures % self._servers == 0:
+            doublings = min(self._failures // self._servers, 10)  # a float overflows after a thousand
+            pause = min(max(_FIRST_PAUSE * 2.0**doublings, retry_after or 0.0), _LONGEST_PAUSE)
+        left = self._left()
+        return None if left is not None and pause >= left else pause

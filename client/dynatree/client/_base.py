@@ -4,7 +4,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle
 from numbers import Real
 from os import PathLike
@@ -168,28 +168,27 @@ class BaseClient:
         """Yield the indices of the servers for the attempts of one call. Each call begins at the next server."""
         return (turn % len(self._addresses) for turn in count(next(self._turns)))
 
-    def _attempts(self) -> Attempts:
-        """Return the retry state of a new request."""
+    def _attempts(self, left: Callable[[], float | None]) -> Attempts:
+        """Return the retry state of a new request; `left` returns the seconds until its deadline."""
         if not self._resume:
             return Attempts(1, connect_seconds=-1.0, resume_seconds=-1.0)
-        return Attempts(self._tries(), self._connect_timeout, self._resume_timeout)
+        return Attempts(self._tries(), self._connect_timeout, self._resume_timeout, left)
 
-    def _attempts_at_question(self) -> Attempts:
+    def _attempts_at_question(self, deadline: "Deadline") -> Attempts:
         """Return the retry state of a new call with a single answer; it is also retried if `resume` is False."""
-        return Attempts(self._tries(), self._connect_timeout, resume_seconds=-1.0)
+        return Attempts(self._tries(), self._connect_timeout, -1.0, deadline.remaining)
 
     def _tries(self) -> int:
         return sum(_BEHIND_A_NAME if address.startswith("dns:///") else 1 for address in self._addresses)
 
-    def _pause(self, attempts: Attempts, error: grpc.RpcError, deadline: "Deadline") -> float:
+    def _pause(self, attempts: Attempts, error: grpc.RpcError) -> float:
         """Return the seconds until a call's next attempt.
 
         Raises:
             DynaTreeError: `error` ends the call.
         """
         pause = attempts.after(code_of(error), retry_after(error), quota=is_quota(error))
-        left = deadline.remaining()
-        if pause is None or (left is not None and pause >= left):
+        if pause is None:
             raise error_from_rpc(error, self._address) from error
         return pause
 

@@ -233,7 +233,7 @@ class Client(BaseClient):
             call: _Call = stub.Generate(request, timeout=deadline.remaining(), metadata=sent + traced)
             return call
 
-        return CompletionStream(start, self._address, request, self._attempts())
+        return CompletionStream(start, self._address, request, self._attempts(deadline.remaining))
 
     def model_info(self, *, timeout: float | None = None, metadata: Metadata = ()) -> ServiceInfo:
         """Return the service's models and policies. While the verify service is down, the target is the last known.
@@ -354,12 +354,12 @@ class Client(BaseClient):
 
     def _ask(self, ask: Callable[[draft_pb2_grpc.DraftServiceStub, float | None], T], deadline: Deadline) -> T:
         """Ask the servers in turn, and return the first answer."""
-        attempts = self._attempts_at_question()
+        attempts = self._attempts_at_question(deadline)
         for server in self._servers_in_turn():
             try:
                 return ask(self._stubs[server], deadline.remaining())
             except grpc.RpcError as error:
-                pause = self._pause(attempts, error, deadline)
+                pause = self._pause(attempts, error)
             time.sleep(pause)
             self._check_open()
         raise AssertionError("the last attempt raises")

@@ -102,14 +102,15 @@ def test_memory_that_cannot_be_locked_leaves_none_locked(calls: list[tuple[Any, 
     assert calls[2:] == [("wait",), ("unlock", blobs[0].data_ptr())]
 
 
-def test_layers_in_memory_are_in_private_pages() -> None:
-    """Shared pages would count as a temporary file, for which a container may have a limit."""
+def test_layers_are_in_private_pages(disk: DiskLayers) -> None:
+    """Shared pages count as a temporary file, for which a container may have a limit, and are seldom huge."""
     blob, _ = blob_of({"a": torch.ones(3)})
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, flags, *_ = line.split()
-        first, stop = (int(each, 16) for each in bounds.split("-"))
-        if first <= blob.data_ptr() < stop:
-            assert flags == "rw-p"
+    for memory in (blob, disk.memory(0)):
+        flags = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, stop = (int(each, 16) for each in line.split()[0].split("-"))
+            flags += [line.split()[1]] * (first <= memory.data_ptr() < stop)
+        assert flags == ["rw-p"]
 
 
 @pytest.mark.parametrize("from_memory", [True, False])

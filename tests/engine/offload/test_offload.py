@@ -224,6 +224,14 @@ def test_as_many_layers_stay_as_fit(llama: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "none").exists()
 
 
+def test_a_draft_is_not_offloaded(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (llama / "model.safetensors").stat().st_size
+    monkeypatch.setattr(choice, "free_memory", lambda device: int(0.9 * size / choice.WHOLE_SHARE))
+    with pytest.raises(StartupError, match=r"the draft model's weights take .* expected a smaller draft, or --draft-m"):
+        load(llama, tmp_path / "cache", None, chooses_tokens=False)
+    assert not (tmp_path / "cache").exists()
+
+
 def test_what_fits_is_known_by_the_dtype_that_is_served(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,11 @@ def placement(
         free -= beside
     if asked is None and (free is None or size(model, "") <= _share(where, WHOLE_SHARE) * free):
         return None
+    if asked is None and not settings.chooses_tokens:  # reading a draft from the disk would take longer than it saves
+        raise StartupError(
+            f"the draft model's weights take {size_text(size(model, ''))}, too much beside {size_text(free or 0)} of "
+            "free memory; expected a smaller draft, or --draft-model none"
+        )
     plan = plan_of(model, size)
     fitting = plan.layers
     if asked is None and beside and free is not None and plan.least > free:

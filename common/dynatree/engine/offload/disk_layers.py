@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ class DiskLayers(LayerSource):
         """
         self._files = files
         size = max(each.size for each in files)
-        self._memory = [mmap.mmap(-1, size) for _ in range(min(slots, len(files)))]
+        self._memory = [_slot(size) for _ in range(min(slots, len(files)))]
         super().__init__(
             sum(each.size for each in files), [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
         )
@@ -184,6 +185,15 @@ class DiskLayers(LayerSource):
         self.read_seconds += time.perf_counter() - began
         self.read_cpu_seconds += cpu_seconds
         return None
+
+
+def _slot(size: int) -> mmap.mmap:
+    """Return memory in huge pages, if there are any. Linux may lose a read past the page cache that a fork shares."""
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(advice)
+    return memory
 
 
 def _open(path: Path) -> int:

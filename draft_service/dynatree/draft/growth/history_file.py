@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.serving.principals import is_principal
@@ -52,14 +53,12 @@ class HistoryFile:
         """Replace the file in one step; warn if it cannot be written."""
         if not self._replaceable:
             return
-        principals = [{"principal": name, "sequences": sequences} for name, sequences in histories.sequences]
-        content = {"format": FORMAT, "tokenizer": self._tokenizer, "sha256": _sum(principals), "principals": principals}
         written = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with suppress(FileNotFoundError):
                 written.unlink()
             with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(json.dumps(content, separators=(",", ":")))
+                self._write(file, histories)
                 file.flush()
                 os.fsync(file.fileno())
             written.replace(self._path)
@@ -67,6 +66,16 @@ class HistoryFile:
             log.warning("the history %s cannot be saved: %s", self._path, error)
             with suppress(OSError):
                 written.unlink()
+
+    def _write(self, file: TextIO, histories: SuffixIndexes) -> None:
+        """Write the contents one sequence at a time, since there may be gigabytes."""
+        head = json.dumps({"format": FORMAT, "tokenizer": self._tokenizer})
+        file.write(f'{head[:-1]}, "principals": ')
+        digest = hashlib.sha256()
+        for part in _dumped(histories.sequences):
+            file.write(part)
+            digest.update(part.encode())
+        file.write(f', "sha256": "{digest.hexdigest()}"}}')
 
     def _read(self) -> list[tuple[str, list[int]]]:
         """Return the principal and the tokens of each sequence.
@@ -97,6 +106,17 @@ class HistoryFile:
             if not all(type(token) is int and token in TOKEN_IDS for token in _list(token_ids)):
                 raise ValueError("a token is not a token id")
         return [(principal, token_ids) for token_ids in sequences]
+
+
+def _dumped(principals: Iterable[tuple[str, Iterable[list[int]]]]) -> Iterator[str]:
+    """Yield the parts of the text that `_sum` takes the sum of."""
+    yield "["
+    for number, (name, sequences) in enumerate(principals):
+        yield f'{", " if number else ""}{{"principal": {json.dumps(name)}, "sequences": ['
+        for place, token_ids in enumerate(sequences):
+            yield f"{', ' if place else ''}{json.dumps(token_ids)}"
+        yield "]}"
+    yield "]"
 
 
 def _sum(principals: Any) -> str:

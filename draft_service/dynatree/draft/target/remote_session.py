@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar
@@ -60,7 +61,8 @@ class Patience:
         least: Shortest wait before the health check.
         most: Longest wait before the health check.
         health: Timeout of the health check.
-        stuck: Longest wait for the answer to a tree while health checks are answered, in case the device hangs.
+        stuck: Longest wait for the answer to a tree while health checks are answered, in case the device hangs. If
+            `rounds` of the usual rounds take longer, it is as long as they.
     """
 
     rounds: float = 10.0
@@ -72,6 +74,10 @@ class Patience:
     def before_asking(self, round_seconds: float) -> float:
         """Seconds to wait before the health check of a service with this usual round time."""
         return min(max(self.rounds * round_seconds, self.least), self.most)
+
+    def before_leaving(self, round_seconds: float) -> float:
+        """Seconds to wait for the answer to a tree while a service with this usual round time answers health checks."""
+        return max(self.rounds * round_seconds, self.stuck)
 
 
 PATIENCE = Patience()
@@ -170,31 +176,56 @@ class RemoteSession:
             PeerFailedError: Two services failed one after the other.
             DeadlineExceededError: The client's deadline has passed.
         """
-        assert self._stream is not None
         sent = time.monotonic()
+        opened = None if self._replica.ready else await self._moved(last)
         try:
-            if self._replica.ready or self._other([self._replica]) is None:
-                commit = await self._patiently(self._stream.verify(tree, last), self._patience.stuck)
+            if opened is None:
+                assert self._stream is not None
+                most = self._patience.before_leaving(self._replica.round_seconds)
+                commit = await self._patiently(self._stream.verify(tree, last), most)
                 self._replica.observe(time.monotonic() - sent)
-            else:
-                commit = await self._resumed(PeerUnavailableError("the verify service is stopping"), tree, last, sent)
         except (PeerUnavailableError, PeerFailedError) as failure:
-            commit = await self._resumed(failure, tree, last, sent)
+            self._request = self._rest(last)
+            opened = await self._again(failure)
+        if opened is not None:
+            commit = self._resumed(opened, tree, sent)
         self._committed.extend(commit.token_ids)
         return commit
 
-    async def _resumed(self, failure: ServiceError, tree: TokenTree, last: Commit, sent: float) -> Commit:
-        """Resume on another service, and return its first commit as if it answered an empty tree."""
-        generated = self._request.generated + len(self._committed) - len(self._request.prompt_ids)
-        self._request = replace(
+    async def _moved(self, last: Commit) -> SessionOpened | None:
+        """Open the session elsewhere before its service stops; None if no other service takes it yet."""
+        other = self._other([self._replica])
+        if other is None:
+            return None
+        self._request = self._rest(last)
+        replica, stream, self._stream = self._replica, self._stream, None  # so `_open_on` does not leave it
+        assert stream is not None
+        opened = None
+        try:
+            with suppress(ServiceError):  # it has no room, for example
+                opened = await self._open_on(other)
+        finally:
+            if opened is None:
+                self._leave()
+                self._replica, self._stream, self._lost = replica, stream, False
+            else:
+                stream.cancel()
+                replica.sessions -= 1
+        return opened
+
+    def _rest(self, last: Commit) -> OpenSession:
+        """Return the request for a session that continues after the commit `last`."""
+        return replace(
             self._request,
             prompt_ids=tuple(self._committed),
-            generated=generated,
+            generated=self._request.generated + len(self._committed) - len(self._request.prompt_ids),
             round=last.next_round + 1,
             decoding=replace(self._request.decoding, prompt_log_probs=False),  # sent with the first session
         )
-        opened = await self._again(failure)
-        elapsed = time.monotonic() - sent
+
+    def _resumed(self, opened: SessionOpened, tree: TokenTree, sent: float) -> Commit:
+        """Return the first commit of a session that resumed, as if it answered an empty tree."""
+        elapsed, generated = time.monotonic() - sent, self._request.generated
         self.resumes += 1
         self.resume_seconds += elapsed
         log.info("a completion continues at %s after %.2f s, with %d tokens", self._replica.address, elapsed, generated)

@@ -69,8 +69,10 @@ class Replica:
 
     @property
     def round_seconds(self) -> float:
-        """Median seconds of recent rounds; 0 before the first."""
-        return median(self._rounds) if self._rounds else 0.0
+        """Usual seconds of a round: the median of recent ones, at least a forward pass as announced; 0 if unknown."""
+        announced = self.target.info.forward_costs[:1] if self.target else ()
+        passes = [each.seconds for each in announced]
+        return max([*passes, median(self._rounds)] if self._rounds else passes, default=0.0)
 
     def observe(self, seconds: float) -> None:
         """Take in the seconds of a round."""
