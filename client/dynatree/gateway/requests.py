@@ -462,7 +462,8 @@ class ChatRequest(CompletionOptions, Template):
         several = self.several_calls(tool_format)
         if self.in_harmony(tool_format):
             options["skip_special_tokens"] = False
-            schema = None if self.must_call else options.pop("json_schema", None)
+            asked = options.pop("json_schema", None)
+            schema = None if self.must_call or isinstance(asked, str) else asked
             if self.must_call or schema is not None:
                 tools = self.callable if self.must_call or self.calls_or_format else []
                 options["grammar"] = harmony_grammar(tools, schema)
@@ -471,8 +472,9 @@ class ChatRequest(CompletionOptions, Template):
             options["grammar"] = call_grammar(self.callable, tool_format, several=several)
         elif self.calls_or_format:
             options.pop("json_schema")
-            schema = self.format_schema or {}
-            options["grammar"] = calls_or_json_grammar(self.callable, schema, tool_format, several=several)
+            options["grammar"] = calls_or_json_grammar(
+                self.callable, self.format_schema or {}, tool_format, several=several
+            )
         return options
 
 
