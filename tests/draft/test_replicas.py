@@ -7,9 +7,13 @@ import gc
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio
 
 from dynatree.common.errors import FailedPreconditionError, PeerUnavailableError, StartupError
 from dynatree.common.model_info import ModelInfo
@@ -18,6 +22,7 @@ from dynatree.draft.target import replicas as module
 from dynatree.draft.target.replica import Replica
 from dynatree.draft.target.replicas import Replicas
 from dynatree.draft.target.target import Target
+from dynatree.draft.target.verify_client import VerifyClient
 from dynatree.serving.address import split_addresses
 from dynatree.serving.channel import Connector
 from tests.common.test_wire import INFO
@@ -61,6 +66,9 @@ class FakeClient:
             yield service.serves
             service.changed.clear()
             await service.changed.wait()
+
+    async def answers(self, timeout: float) -> bool:
+        return self.services[self.address].serves is not None
 
     async def cause(self) -> str:
         return "" if self.address in self.services else "Connection refused"
@@ -150,6 +158,47 @@ def test_only_a_service_that_ends_without_notice_is_warned_of(
     run("a:1", lambda: {"a:1": FakeService()}, work)
     said = [(each.levelname, each.message) for each in caplog.records]
     assert said == [(level, "the verify service at a:1 does not serve")]
+
+
+def test_a_connection_that_is_too_old_is_no_lost_service(tmp_path: Path) -> None:
+    """The server closes it, and the health stream with it."""
+    address, watched = f"unix:{tmp_path}/verify.sock", []
+    ages = [("grpc.max_connection_age_ms", 100), ("grpc.max_connection_age_grace_ms", 100)]
+
+    class Client(VerifyClient):
+        async def model_info(self, timeout: float) -> ModelInfo:
+            return INFO
+
+        def serving(self) -> AsyncGenerator[bool]:
+            watched.append(self)
+            return super().serving()
+
+    async def main() -> None:
+        server = grpc.aio.server(options=ages)
+        health_pb2_grpc.add_HealthServicer_to_server(aio.HealthServicer(), server)
+        server.add_insecure_port(address)
+        await server.start()
+        states: list[bool] = []
+        replica = Replica(
+            address,
+            lambda: Client(address, Connector()),
+            lambda info: Target.of(info, DRAFT, 50254, None),
+            lambda: states.append(replica.ready),
+        )
+        watching = asyncio.ensure_future(replica.watch())
+        try:
+            await settled(lambda: len(watched) == 3)
+            assert replica.ready
+            assert False not in states
+            await server.stop(0)
+            await settled(lambda: not replica.ready)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await replica.close()
+            await server.stop(0)
+
+    asyncio.run(main())
 
 
 def test_a_completion_goes_on_only_where_its_tokens_are() -> None:

@@ -1,46 +1,18 @@
 """Tests how the draft service handles wrong responses of a verify service."""
 
 import asyncio
-from contextlib import aclosing
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2_grpc
-from grpc_health.v1.health import aio
 
-from dynatree.common.errors import GrammarError, PeerFailedError, PeerUnavailableError
+from dynatree.common.errors import GrammarError, PeerFailedError
 from dynatree.common.messages import Commit, VerifyTimings
 from dynatree.common.tree import TokenTree
 from dynatree.common.wire import commit_to_pb
-from dynatree.draft.target.verify_client import VerifyClient, VerifyStream, translated
-from dynatree.serving.channel import Connector
+from dynatree.draft.target.verify_client import VerifyStream, translated
 from dynatree.v1 import verify_pb2
 
-AGES = [("grpc.max_connection_age_ms", 100), ("grpc.max_connection_age_grace_ms", 100)]
 TIMINGS = VerifyTimings(0.1, 0.0, 0.0, 0.1)
-
-
-def test_a_connection_that_is_too_old_is_no_lost_service(tmp_path):
-    """The server closes it, and the health stream with it."""
-
-    async def main():
-        server = grpc.aio.server(options=AGES)
-        health_pb2_grpc.add_HealthServicer_to_server(aio.HealthServicer(), server)
-        address = f"unix:{tmp_path}/verify.sock"
-        server.add_insecure_port(address)
-        await server.start()
-        client = VerifyClient(address, Connector())
-        try:
-            async with asyncio.timeout(30.0), aclosing(client.serving()) as answers:
-                assert [await anext(answers) for _ in range(4)] == [True] * 4
-                await server.stop(0)
-                with pytest.raises(PeerUnavailableError):
-                    await anext(answers)
-        finally:
-            await client.close()
-            await server.stop(0)
-
-    asyncio.run(main())
 
 
 class ScriptedCall:

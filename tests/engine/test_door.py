@@ -29,6 +29,7 @@ from dynatree.engine.support.small_model import SPAN, small_model, spans
 from tests.support.census import DTYPES
 from tests.support.door import saved, served
 from tests.support.families import tiny_config, tiny_model
+from tests.support.kernel_builds import compiled
 from tests.support.model_zoo import save_random_model
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -153,11 +154,19 @@ def test_what_is_served_has_the_right_tokens(tmp_path, family, changes):
         assert found.compared > 20, dtype
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma2", "lfm2"])
 def test_offloaded_layers_have_their_own_localities(tmp_path, family):
     path = saved(tiny_model(tiny_config(family)), tmp_path / "model")
     found = served(path, "float32", resident_layers=1, layer_cache=tmp_path / "layers")
     assert (found.refusal, found.wrong) == (None, 0)
+
+
+@compiled
+def test_layers_with_experts_are_not_offloaded(tmp_path):
+    """Torch would compute the experts: their bits would be others than in memory, and in other passes."""
+    path = saved(tiny_model(tiny_config("gpt_oss")), tmp_path / "model")
+    found = served(path, "float32", resident_layers=1, layer_cache=tmp_path / "layers")
+    assert "the layers of a mixture of experts cannot be offloaded on this CPU" in found.refusal
 
 
 @pytest.mark.parametrize("step", [-1, 1])

@@ -160,7 +160,7 @@ CHATS_REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
     "no sampling": ([USER], {"do_sample": False}, "do_sample", "is not supported"),
     "a sound": ([USER], {"modalities": ["text", "audio"]}, "modalities", "is not supported"),
     "the prompt's log-probabilities": ([USER], {"prompt_logprobs": 0}, "prompt_logprobs", "is not supported"),
-    "special tokens": ([USER], {"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
+    "special tokens": ([USER], {"skip_special_tokens": "no"}, "skip_special_tokens", "valid boolean"),
     "a template's variables": ([USER], {"chat_template_kwargs": ["a"]}, "chat_template_kwargs", "valid dictionary"),
     "a call": (
         [USER, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "type": "custom"}]}],

@@ -19,6 +19,7 @@ from dynatree.serving.channel import Metadata
 log = logging.getLogger(__name__)
 
 ASKING_SECONDS = 10.0  # timeout of the model query to a serving service
+CHECK_SECONDS = 2.0  # timeout of the health check after the health stream ended
 RETRY_SECONDS = 0.2  # delay before a lost or refusing service is queried again
 USUAL_ROUNDS = 32  # rounds over which the median round time is taken
 
@@ -94,8 +95,9 @@ class Replica:
             if self._renewed:
                 self._renewed = False
                 continue
-            self.mismatch = None
-            self._set_serving(False)
+            if not (self._serving and await self._client.answers(CHECK_SECONDS)):  # else a connection was too old
+                self.mismatch = None
+                self._set_serving(False)
             await asyncio.sleep(RETRY_SECONDS)
 
     def doubt(self) -> None:

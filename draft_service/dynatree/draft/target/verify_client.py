@@ -44,7 +44,6 @@ M = TypeVar("M")
 T = TypeVar("T")
 _REQUEST = re.compile(r" \(request [\w.:-]+\)$")
 LAST_WORD_SECONDS = 1.0  # timeout for the final status of a session
-CHECK_SECONDS = 2.0  # timeout of the health check after the health stream broke
 # If a verify service rejects the opening of a session, the client's request is at fault and the code is passed on. If
 # it rejects a tree, the services are at fault, unless the grammar cannot be followed further.
 PASSED_ON = {
@@ -120,29 +119,19 @@ class VerifyClient:
     async def serving(self) -> AsyncGenerator[bool]:
         """Yield whether the service serves, now and after each change; wait for it to come up.
 
-        A service closes connections that are too old. So if it still answers, it is watched on a new connection.
-
         Raises:
-            PeerUnavailableError: The service was lost.
+            PeerUnavailableError: The connection was lost.
         """
-        answered = False
-        while True:
-            call = self._health.Watch(
-                health_pb2.HealthCheckRequest(), wait_for_ready=not answered, metadata=self._connector.metadata()
-            )
-            answered = False
-            try:
-                async for response in call:
-                    answered = True
-                    yield response.status == health_pb2.HealthCheckResponse.SERVING
-            except grpc.aio.AioRpcError as error:
-                aged = answered and error.code() == grpc.StatusCode.UNAVAILABLE
-                if not (aged and await self.answers(CHECK_SECONDS)):
-                    raise PeerUnavailableError(f"the verify service is out of reach: {error.code().name}") from error
-            else:
-                return
-            finally:
-                call.cancel()
+        call = self._health.Watch(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, metadata=self._connector.metadata()
+        )
+        try:
+            async for response in call:
+                yield response.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError as error:
+            raise PeerUnavailableError(f"the verify service is out of reach: {error.code().name}") from error
+        finally:
+            call.cancel()
 
     async def answers(self, timeout: float) -> bool:
         """Whether the service answers a health check within `timeout` seconds, whatever the answer."""
