@@ -185,8 +185,8 @@ class ChatAnswer(_Named):
             if reader.calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [call.json for _, calls, _ in parts for call in calls]
-                reason_ = reason_with_calls(reason, reader.calls)
-                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason_}
+                told = reason_with_calls(reason, reader.calls)
+                return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": told}
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason}
 
     def log_probs(

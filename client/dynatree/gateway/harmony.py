@@ -18,6 +18,7 @@ from dynatree.gateway.tools import LAYOUT, Call, Tool, called, closed_parameters
 HARMONY = "harmony"  # the name of the format
 _BODY = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
+_LONGEST_END = 11  # characters
 _OPEN = re.compile(r"<(?:\|[a-z]{0,8}\|?)?\Z")  # the beginning of a special token's name
 _HEADERS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -70,6 +71,7 @@ class HarmonyReader:
         self._functions = functions
         self._several = several
         self._pending = ""
+        self._place = 0  # where the search for the end of a call's arguments goes on in it
         self._kind: str | None = None  # of the message whose body is read: "analysis", "final" or "call"
         self._function = ""
         self.calls = 0
@@ -89,9 +91,11 @@ class HarmonyReader:
         content: list[str] = []
         calls: list[Call] = []
         while self._pending and (self._kind or self._begun(final)):
-            end = _ENDS.search(self._pending)
+            end = _ENDS.search(self._pending, self._place)
             if end is None and not final:
-                if self._kind != "call":
+                if self._kind == "call":
+                    self._place = max(len(self._pending) - _LONGEST_END, 0)
+                else:
                     open_ = _OPEN.search(self._pending)
                     self._tell(content, open_.start() if open_ else len(self._pending))
                 break
@@ -101,7 +105,7 @@ class HarmonyReader:
                 self._pending = self._pending[at:]
             else:
                 self._tell(content, at)
-            self._kind = None
+            self._kind, self._place = None, 0
             if end and end[0] not in _HEADERS:
                 self._pending = self._pending.removeprefix(end[0])
         kept = calls if self._several else calls[: 1 - self.calls]
