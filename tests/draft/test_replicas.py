@@ -99,9 +99,9 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VerifyClient", FakeClient)
 
 
-async def settled(condition: Callable[[], bool]) -> None:
+async def settled(condition: Callable[[], bool], seconds: float = 3.0) -> None:
     """Wait until a condition holds."""
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -187,11 +187,11 @@ def test_a_connection_that_is_too_old_is_no_lost_service(tmp_path: Path) -> None
         )
         watching = asyncio.ensure_future(replica.watch())
         try:
-            await settled(lambda: len(watched) == 3)
+            await settled(lambda: len(watched) == 3, 60.0)
             assert replica.ready
             assert False not in states
             await server.stop(0)
-            await settled(lambda: not replica.ready)
+            await settled(lambda: not replica.ready, 60.0)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
