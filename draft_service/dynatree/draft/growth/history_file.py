@@ -72,7 +72,7 @@ class HistoryFile:
         head = json.dumps({"format": FORMAT, "tokenizer": self._tokenizer})
         file.write(f'{head[:-1]}, "principals": ')
         digest = hashlib.sha256()
-        for part in _dumped(histories.sequences):
+        for part in _dumped(histories):
             file.write(part)
             digest.update(part.encode())
         file.write(f', "sha256": "{digest.hexdigest()}"}}')

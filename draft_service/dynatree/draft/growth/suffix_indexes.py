@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dynatree.draft.policies.suffix_index import SuffixIndex
 
@@ -42,6 +42,10 @@ class SuffixIndexes:
         """The sequences of each principal, the oldest first."""
         with self._lock:
             return [(principal, index.sequences) for principal, index in self._indexes.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, SuffixIndex]]:
+        """Iterate over the principals with their indexes; none may change meanwhile."""
+        return iter(self._indexes.items())
 
     def of(self, principal: str) -> SuffixIndex | None:
         """Return a principal's index, or None if it has no completions."""

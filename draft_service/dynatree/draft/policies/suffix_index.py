@@ -6,7 +6,7 @@ import itertools
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -65,14 +65,16 @@ class SuffixIndex:
     @property
     def sequences(self) -> list[list[int]]:
         """The kept parts of the sequences, the oldest first."""
-        found: list[list[int]] = [[]]
+        return list(self)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Make one of `sequences` at a time; the index must not change meanwhile."""
         for segment in self._segments:
-            for token in segment.tokens:
-                if token == END:
-                    found.append([])
-                else:
-                    found[-1].append(token)
-        return found[:-1]
+            start = 0
+            while start < len(segment.tokens):
+                end = segment.tokens.index(END, start)
+                yield segment.tokens[start:end].tolist()
+                start = end + 1
 
     def add(self, token_ids: Sequence[int], segment_tokens: int) -> None:
         """Add a sequence; a segment that holds more than one sequence has at most `segment_tokens` tokens."""
