@@ -39,6 +39,11 @@ def index_of(*sequences: Sequence[int]) -> SuffixIndex:
     return index
 
 
+def held(histories: SuffixIndexes) -> list[tuple[str, list[list[int]]]]:
+    """The principals, each with the kept parts of its sequences."""
+    return [(principal, list(index)) for principal, index in histories]
+
+
 def recalled(index: SuffixIndex, *context: int, depth: int = 9, count: int = 9, rate: float = 0.9) -> list[Recalled]:
     return index.recall(context, depth, count, VOCAB_SIZE, lambda match: rate)
 
@@ -85,9 +90,9 @@ def test_a_sequence_that_is_repeated_is_kept_once(length: int) -> None:
     index = index_of(range(length))
     for _ in range(3):
         index.add(range(length), 1000)
-    assert index.sequences == [list(range(length))]
+    assert list(index) == [list(range(length))]
     index.add([*range(length - 1), 1000], 1000)
-    assert [sequence[-1] for sequence in index.sequences] == [length - 1, 1000]
+    assert [sequence[-1] for sequence in list(index)] == [length - 1, 1000]
 
 
 def test_the_oldest_is_forgotten_first_and_by_the_principal_that_holds_the_most() -> None:
@@ -101,11 +106,11 @@ def test_the_oldest_is_forgotten_first_and_by_the_principal_that_holds_the_most(
     assert many is not None
     assert few is not None
     assert few.tokens == 101
-    kept = [sequence[0] for sequence in many.sequences]
+    kept = [sequence[0] for sequence in list(many)]
     assert kept == list(range(kept[0], 4000, 100)), "the latest, in their order"
     assert not recalled(many, 5000, 5001, 5002), "another principal's"
     histories.add("many", range(10_000))
-    assert many.sequences[-1] == list(range(9201, 10_000)), "of a sequence beyond half of the limit, the end"
+    assert list(many)[-1] == list(range(9201, 10_000)), "of a sequence beyond half of the limit, the end"
     assert histories.tokens <= 1600
     assert few.tokens == 101
 
@@ -115,7 +120,7 @@ def test_principals_are_limited_to_1024() -> None:
     others = [f"other {number}" for number in range(1022)]
     for name in ("one", "two", *others, "one", "three"):
         histories.add(name, range(20))
-    assert [name for name, _ in histories.sequences] == [*others, "one", "three"]
+    assert [name for name, _ in histories] == [*others, "one", "three"]
     assert SuffixIndexes(0).of("one") is None
 
 
@@ -209,7 +214,7 @@ def test_a_file_keeps_what_was_held_and_only_this_user_reads_it(tmp_path: Path) 
     assert [each.name for each in tmp_path.iterdir()] == ["history"]
     loaded = SuffixIndexes(1000)
     HistoryFile(file, "tokenizer").load(loaded)
-    assert (loaded.sequences, loaded.tokens) == (histories.sequences, 15)
+    assert (held(loaded), loaded.tokens) == (held(histories), 15)
 
 
 def test_a_file_is_written_one_sequence_at_a_time(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_a_file_is_written_one_sequence_at_a_time(tmp_path: Path) -> None:
     assert most < 3e6
     loaded = SuffixIndexes(1_000_000)
     file.load(loaded)
-    assert loaded.sequences == histories.sequences
+    assert held(loaded) == held(histories)
 
 
 def test_a_file_has_the_contents_that_older_versions_write(tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_a_file_has_the_contents_that_older_versions_write(tmp_path: Path) -> No
         histories.add(name, [5, 6, 7, 8])
     for held, principals in (
         (SuffixIndexes(1000), []),
-        (histories, [{"principal": name, "sequences": sequences} for name, sequences in histories.sequences]),
+        (histories, [{"principal": name, "sequences": sequences} for name, sequences in held(histories)]),
     ):
         HistoryFile(file, "tokenizer").save(held)
         assert json.loads(file.read_bytes()) == json.loads(saved(principals))
@@ -382,11 +387,11 @@ def test_a_request_that_says_no_keeps_nothing_and_may_recall(services: Services,
         done = completed(client, PROMPT)
         kept = histories.of(name)
         assert kept is not None
-        assert kept.sequences == [[*PROMPT, *done.token_ids]]
+        assert list(kept) == [[*PROMPT, *done.token_ids]]
         hits = histories.hits
         completed(client, PROMPT, "throughput", store=False)
         assert histories.hits > hits
-        assert kept.sequences == [[*PROMPT, *done.token_ids]]
+        assert list(kept) == [[*PROMPT, *done.token_ids]]
 
 
 def test_completions_that_are_cut_short_and_each_of_several_are_kept(
@@ -398,9 +403,9 @@ def test_completions_that_are_cut_short_and_each_of_several_are_kept(
         kept = histories.of(name)
         assert kept is not None
         answers = [list(each.token_ids) for each in (first, *first.alternatives)]
-        assert kept.sequences == [[*PROMPT, *answer] for answer in answers]
+        assert list(kept) == [[*PROMPT, *answer] for answer in answers]
         stream = client.stream(PROMPT[1:], n=64, max_new_tokens=150, policy=PLAIN, ignore_eos=True)
         token_ids = [token for _ in range(3) for token in next(stream).token_ids]
         stream.close()
-    wait_until(lambda: len(kept.sequences) > 3)
-    assert kept.sequences[3][: len(PROMPT) + 1] == [*PROMPT[1:], *token_ids[:2]]
+    wait_until(lambda: len(list(kept)) > 3)
+    assert list(kept)[3][: len(PROMPT) + 1] == [*PROMPT[1:], *token_ids[:2]]

@@ -51,7 +51,7 @@ class Texts:
         try:
             with safe_open(path, "pt") as file:
                 return cls(file.get_tensor("training"), file.get_tensor("held_back"), file.metadata()["sha256"])
-        except Exception:  # safetensors raises a type of its own
+        except Exception:  # safetensors raises types that are no OSError or ValueError
             raise StartupError(f"--resume: {path} cannot be read") from None
 
 

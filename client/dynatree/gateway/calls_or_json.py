@@ -11,13 +11,12 @@ either. JSON of the format must not begin as a call does, else neither the gramm
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynatree.gateway.errors import ApiError
 from dynatree.gateway.schema_types import resolved, types
-from dynatree.gateway.tools import CALL_BEGIN, COMBINING, LAYOUT, Tool, call_grammar
+from dynatree.gateway.tools import CALL_BEGIN, COMBINING, Tool, call_grammar, written_format
 
 _OBJECTS_ONLY = 'expected a schema of the type "object"'
 _CLOSED_ONLY = (
@@ -37,10 +36,7 @@ def calls_or_json_grammar(tools: Sequence[Tool], schema: Mapping[str, Any], tool
         reason = "response_format with tools: its JSON could not be told from this target's calls of functions"
         raise ApiError(400, f"{reason}; {expected}", param="response_format", code="unsupported_value")
     calls = call_grammar(tools, tool_format, several=several)
-    own = schema.get("x-guidance", {})
-    layout = {**LAYOUT, **own} if isinstance(own, dict) else own
-    format_ = json.dumps({**schema, "x-guidance": layout, "title": "response_format"})  # errors name the title
-    return f"start: calls | format\ncalls{calls.removeprefix('start')}\nformat: %json {format_}"
+    return f"start: calls | format\ncalls{calls.removeprefix('start')}\nformat: %json {written_format(schema)}"
 
 
 def call_openings(tools: Sequence[Tool], tool_format: str) -> list[str]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dynatree.gateway.tools import LAYOUT, Call, Tool, called, closed_parameters, only_value
+from dynatree.gateway.tools import Call, Tool, called, closed_parameters, only_value, written_format
 
 HARMONY = "harmony"  # the name of the format
 _BODY = "<|message|>"
@@ -44,10 +44,7 @@ def harmony_grammar(tools: Sequence[Tool], schema: Mapping[str, Any] | None) -> 
         rules.append(f"arguments_{place}: %json {arguments}")
         answers.append(f"call_{place}")
     if schema is not None:
-        own = schema.get("x-guidance", {})
-        layout = {**LAYOUT, **own} if isinstance(own, dict) else own
-        answer = json.dumps({**schema, "x-guidance": layout, "title": "response_format"})  # errors name the title
-        rules += ['final: <|channel|> "final" <|message|> answer', f"answer: %json {answer}"]
+        rules += ['final: <|channel|> "final" <|message|> answer', f"answer: %json {written_format(schema)}"]
         answers.append("final")
     return "\n".join([f"start: thought? ({' | '.join(answers)})", *rules]) + _THOUGHT
 

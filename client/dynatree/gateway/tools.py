@@ -188,6 +188,13 @@ def closed_parameters(tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
     return parameters, {"x-guidance": LAYOUT, "title": f"parameters of the function {tool.function.name}"}
 
 
+def written_format(schema: Mapping[str, Any]) -> str:
+    """Return the schema of `response_format` for a grammar of calls or JSON, in the layout of calls by default."""
+    own = schema.get("x-guidance", {})
+    layout = {**LAYOUT, **own} if isinstance(own, dict) else own
+    return json.dumps({**schema, "x-guidance": layout, "title": "response_format"})  # errors name the title
+
+
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose objects have no properties that it does not name, where it says nothing of others.
 

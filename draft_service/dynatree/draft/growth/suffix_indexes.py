@@ -37,14 +37,8 @@ class SuffixIndexes:
         """Number of committed tokens that the indexes foretold."""
         return self._forgotten_hits + sum(index.hits for index in list(self._indexes.values()))
 
-    @property
-    def sequences(self) -> list[tuple[str, list[list[int]]]]:
-        """The sequences of each principal, the oldest first."""
-        with self._lock:
-            return [(principal, index.sequences) for principal, index in self._indexes.items()]
-
     def __iter__(self) -> Iterator[tuple[str, SuffixIndex]]:
-        """Iterate over the principals with their indexes; none may change meanwhile."""
+        """Iterate over the principals with their indexes, which must not change meanwhile."""
         return iter(self._indexes.items())
 
     def of(self, principal: str) -> SuffixIndex | None:

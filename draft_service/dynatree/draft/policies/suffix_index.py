@@ -62,13 +62,8 @@ class SuffixIndex:
         self._segments: deque[_Segment] = deque()
         self._lock = threading.Lock()
 
-    @property
-    def sequences(self) -> list[list[int]]:
-        """The kept parts of the sequences, the oldest first."""
-        return list(self)
-
     def __iter__(self) -> Iterator[list[int]]:
-        """Make one of `sequences` at a time; the index must not change meanwhile."""
+        """Iterate over the kept parts of the sequences, the oldest first; the index must not change meanwhile."""
         for segment in self._segments:
             start = 0
             while start < len(segment.tokens):
@@ -176,8 +171,7 @@ class _Segment:
         self.beginnings: set[int] = set()
 
     def add(self, token_ids: Sequence[int], keys: Sequence[int]) -> None:
-        self.tokens.extend(token_ids)
-        self.tokens.append(END)
+        self.tokens.extend((*token_ids, END))
         self.index.extend(self.tokens)
         self.beginnings.update(keys)
 
