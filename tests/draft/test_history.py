@@ -239,11 +239,11 @@ def test_a_file_has_the_contents_that_older_versions_write(tmp_path: Path) -> No
     for name in ("team-ä", "b"):
         histories.add(name, [1, 2, 3, 4])
         histories.add(name, [5, 6, 7, 8])
-    for held, principals in (
+    for indexes, principals in (
         (SuffixIndexes(1000), []),
         (histories, [{"principal": name, "sequences": sequences} for name, sequences in held(histories)]),
     ):
-        HistoryFile(file, "tokenizer").save(held)
+        HistoryFile(file, "tokenizer").save(indexes)
         assert json.loads(file.read_bytes()) == json.loads(saved(principals))
 
 
