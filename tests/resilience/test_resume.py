@@ -242,7 +242,7 @@ class Proxied:
         return self.complete(name)
 
     def mend(self) -> None:
-        """Let every message pass, and wait until both connections work."""
+        """Let every message pass, on new streams."""
         for way in self.ways:
             way.hook = forward_all
             self.loop.call(way.cut)

@@ -78,11 +78,15 @@ class GrpcProxy(grpc.GenericRpcHandler):
                 number += 1
             await call.done_writing()
 
+        # gRPC refuses a status during a write, and the peer would wait for ever
+        sending = asyncio.Lock()
+
         async def responses() -> None:
             number = 0
             while (message := await call.read()) is not grpc.aio.EOF:
                 await self.hook(method, False, number, message)
-                await context.write(message)
+                async with sending:
+                    await context.write(message)
                 number += 1
 
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,6 +95,7 @@ class GrpcProxy(grpc.GenericRpcHandler):
         try:
             await asyncio.wait({reading, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
+                await sending.acquire()
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
             code = await call.code()
             if code is not grpc.StatusCode.OK:
