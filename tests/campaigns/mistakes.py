@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 MOST_SECONDS = 2.0
+_TOO_LONG = f"/{300 * 'x'}"  # Python asks for the file, and gets an error that is not "no such file"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,18 @@ def _mistakes(folder: Path, http: str, free: str) -> list[Mistake]:
         Mistake("a history in a folder", [*alone, "--history-file", str(text.parent)], "which is not a file"),
         Mistake("serve: a history nowhere", [*serve, "--history-file", "/no/file"], "expected a file in a folder that"),
         Mistake("no history", [*alone, "--history-tokens", "0", "--history-file", "h"], "--history-tokens is 0"),
+        *(
+            Mistake(f"a name that is too long: {command[0]} {command[-2]}", command, "File name too long")
+            for command in (
+                [*verify, _TOO_LONG],
+                [*drafting, "--draft-model", _TOO_LONG],
+                [*serve, "--draft-model", _TOO_LONG],
+                ["check", "--target-model", _TOO_LONG],
+                [*verify, "embedded", "--layer-cache", _TOO_LONG],
+                [*drafting, "--record", _TOO_LONG],
+                [*alone, "--history-file", _TOO_LONG],
+            )
+        ),
         Mistake("no draft service", ["generate", "x", "--server", free], "Connection refused"),
         Mistake("generate: an HTTP port", ["generate", "x", "--server", http], "it is an HTTP port"),
         Mistake("draft: an HTTP port", [*drafting, "--verify", http], "is an HTTP port"),

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,21 @@ def test_a_long_import_that_fails_leaves_garbage_collection_on() -> None:
     with pytest.raises(ImportError):
         import_it()
     assert gc.isenabled()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a user who may not enter a folder")
+def test_a_model_in_a_folder_that_one_may_not_enter_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "closed" / "model"
+    model.mkdir(parents=True)
+    model.parent.chmod(0o700)
+    code = """
+import os, sys
+from dynatree.cli.main import main
+main(["verify", "--target-model", "/missing"])  # imports all that the user cannot read
+os.setuid(65534)
+sys.exit(main(["verify", "--target-model", sys.argv[1]]))
+"""
+    command = [sys.executable, "-c", code, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [f"dynatree: error: {model}: Permission denied"]

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import random
+import signal
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,7 @@ from dynatree.draft.policies import create_policy
 from dynatree.draft.policies.growing_tree import GrowingTree, TrieNode
 from dynatree.draft.policies.lookup import Lookup, NGramSettings
 from dynatree.draft.policies.suffix_index import BLOCK, MATCH_TOKENS, Recalled, SuffixIndex
+from dynatree.serving import healthcheck
 from tests.support.growing import constant, edges, grow
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from tests.support.processes import wait_until
@@ -295,6 +298,41 @@ def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: py
     path = tmp_path / "missing" / "history"
     HistoryFile(path, "tokenizer").save(SuffixIndexes(10))
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"the history {path} cannot be saved"]
+
+
+SAVING = """
+import os, signal, sys, time
+from dynatree.cli.main import main
+from dynatree.draft.growth.history_file import HistoryFile
+
+save = HistoryFile.save
+
+def disturbed(*given):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    save(*given)
+
+HistoryFile.save = disturbed
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_further_signals_do_not_interrupt_the_saving_of_a_history(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """`dynatree serve` and systemd send a second signal to a service that they have already asked to stop."""
+    file, address = tmp_path / "history", f"unix:{tmp_path}/d.sock"
+    with running_services(tmp_path, models[0], None) as services:
+        options = ["--draft-model", "none", "--verify", services.verify_address, "--listen", address]
+        command = [sys.executable, "-c", SAVING, "draft", *options, "--history-file", str(file)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(lambda: process.poll() is not None or healthcheck.failure(address, 5.0) is None)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("history")] == ["history"]
 
 
 @pytest.fixture(scope="module", name="models")

@@ -21,6 +21,7 @@ from dynatree.engine.loading import load_engine
 from dynatree.engine.model.skeleton import skeleton
 from dynatree.engine.offload import choice
 from dynatree.engine.offload.choice import kv_bytes_of
+from dynatree.engine.parallel.starting import started_ranks
 from dynatree.engine.settings import ModelSettings
 from dynatree.engine.small_engine import small_engine
 from dynatree.engine.support import probe
@@ -221,6 +222,13 @@ def test_tensor_parallel_ranks_refuse_what_they_do_not_compute(tmp_path):
     reason = "attention sinks and sliding windows, which --tensor-parallel does not compute"
     with pytest.raises(StartupError, match=reason):
         examined(ModelSettings(str(tmp_path), tensor_parallel=2))
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_tensor_parallel_refuses_models_without_heads(tmp_path, family):
+    tiny_config(family).save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match=f"transformers has no plan to split {family} models"):
+        started_ranks(ModelSettings(str(tmp_path), tensor_parallel=2), "model")
 
 
 @pytest.mark.parametrize(

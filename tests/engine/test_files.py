@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from dynatree.common.errors import StartupError
-from dynatree.engine.model.files import check_model
+from dynatree.engine.model.files import check_model, described
 from tests.support.model_zoo import save_random_model
 
 
@@ -49,3 +49,21 @@ def test_a_model_without_a_configuration_is_told_from_one_that_is_not_there(monk
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("cached", ["config.json", "an index", "an index and a file", "all"])
+def test_a_download_that_was_interrupted_goes_on_at_the_next_start(monkeypatch, tmp_path, cached):
+    """The description before it must not need the files that are missing."""
+    revision = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    revision.mkdir(parents=True)
+    refs = revision.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    (revision / "config.json").write_text("{}")
+    if cached != "config.json":
+        (revision / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one", "b": "two"}}')
+    for name in {"an index and a file": ["one"], "all": ["one", "two"]}.get(cached, []):
+        (revision / name).write_bytes(bytes(500))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    expected = "owner/name, 1 kB on the disk" if cached == "all" else "owner/name, from the hub"
+    assert described("owner/name") == expected

@@ -108,6 +108,40 @@ def test_entries_make_room_before_any_session_is_moved():
     assert bool((kv_cache.slots(kv, 25) == 9).all())
 
 
+def test_the_fewest_of_the_oldest_entries_make_room_and_few_gaps_are_looked_for(monkeypatch):
+    """An opening waits for it, and with it every session."""
+    generator = random.Random(4)
+    kv_cache = kv_cache_of(20_000)
+    cache = PrefixCache(kv_cache)
+    for start in range(800):
+        text = [start] * generator.randrange(16, 26)
+        kv, _ = reserve(cache, kv_cache, text, len(text))
+        cache.release(kv, text, "one")
+    generator.shuffle(cache._entries)
+    ranges = [entry.kv for entry in cache._entries]
+    gaps = (kv_cache.gap(6000, set(ranges[:count])) for count in range(len(ranges)))
+    start = next(each for each in gaps if each is not None)
+    kept = [each for each in ranges if each.start + each.size <= start or each.start >= start + 6000]
+    gap, looked = KVCache.gap, []
+    monkeypatch.setattr(KVCache, "gap", lambda *given: looked.append(given) or gap(*given))
+    reserve(cache, kv_cache, [900], 6000)
+    assert [entry.kv for entry in cache._entries] == kept
+    assert 0 < len(kept) < len(ranges)
+    assert len(looked) <= 14
+
+
+def test_of_entries_with_the_same_prefix_the_last_used_one_is_used_again():
+    kv_cache = kv_cache_of(200)
+    cache = PrefixCache(kv_cache)
+    shared = list(range(30))
+    for end in (100, 101, 102):
+        kv, _ = reserve(cache, kv_cache, [*shared, end], 31)
+        cache.release(kv, [*shared, end], "one")
+    kv, cached = reserve(cache, kv_cache, [*shared, 103, 104], 40)
+    assert cached == 30
+    assert [entry.token_ids[-1] for entry in cache._entries] == [100, 101, 102]
+
+
 def test_what_begins_with_a_cached_text_takes_its_place():
     kv_cache = kv_cache_of(300)
     cache = PrefixCache(kv_cache)

@@ -32,7 +32,7 @@ from dynatree.serving.grpc_options import MAX_MESSAGE_BYTES, PRINCIPAL, server_o
 from dynatree.serving.openings import Openings
 from dynatree.serving.principals import joint
 from dynatree.serving.security import LOCAL, SecuritySettings
-from dynatree.serving.server import Server
+from dynatree.serving.server import FREE_CALLS, OTHERS_CALLS, Server
 from dynatree.serving.standard_calls import StandardCalls
 from tests.campaigns import hostile_frames
 from tests.support.certificates import Authority
@@ -340,6 +340,31 @@ def test_64_calls_have_room_beside_those_that_need_a_session() -> None:
     code, details = asyncio.run(run())
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "66 calls are open" in details
+
+
+def test_one_principal_leaves_calls_to_the_others(tmp_path: Path) -> None:
+    """Also if its calls never end, because it reads nothing."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"greedy:{'g' * 40}\nmodest:{'m' * 40}\n")
+    tokens.chmod(0o600)
+    security = SecuritySettings(tokens=tokens)
+
+    def metadata(letter: str) -> tuple[tuple[str, str]]:
+        return (("authorization", f"Bearer {letter * 40}"),)
+
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with serving(security, most_calls=2) as address, grpc.aio.insecure_channel(address) as channel:
+            for _ in range(2 + FREE_CALLS - OTHERS_CALLS):
+                call = channel.stream_stream(METHOD.format("Both"))(metadata=metadata("g"))
+                await call.write(b"x")
+                assert await call.read() == b"greedy"
+            refused = await ended(channel.unary_unary(METHOD.format("Unary"))(b"x", metadata=metadata("g")))
+            assert await channel.unary_unary(METHOD.format("Unary"))(b"x", metadata=metadata("m")) == b"modest"
+            return refused
+
+    code, details = asyncio.run(run())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "34 calls of one principal are open" in details
 
 
 def test_of_a_long_error_the_caller_gets_1000_characters() -> None:

@@ -108,10 +108,13 @@ def finished(name: str | None, work: Callable[[], int]) -> int:
         _drop_output()
         status = _BROKEN_PIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO):
+        if error.filename is not None:
+            status = _fail(f"{error.filename}: {error.strerror}")
+        elif error.errno in (errno.ENOSPC, errno.EIO):
+            _drop_output()
+            status = _fail(f"cannot write the output: {error.strerror}")
+        else:
             raise
-        _drop_output()
-        status = _fail(f"cannot write the output: {error.strerror}")
     finally:
         interrupts.forget()
         interrupts.finish()

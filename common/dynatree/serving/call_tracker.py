@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
@@ -59,6 +60,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
         idle_seconds: float = IDLE_SECONDS,
         authentication: Authentication | None = None,
         most: int | None = None,
+        most_of_one: int | None = None,
     ) -> None:
         """Create a tracker without open calls.
 
@@ -66,6 +68,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
             idle_seconds: Seconds that a call may wait for a peer that sends or reads nothing.
             authentication: Determines a call's principal; None means that calls are not authenticated.
             most: Maximum number of open calls, without health and reflection; None means no limit.
+            most_of_one: The same for the calls of one principal, if calls are authenticated.
 
         Attributes:
             poisoned: Set when the device has failed so that every later call would fail too.
@@ -73,11 +76,13 @@ class CallTracker(grpc.aio.ServerInterceptor):
         self.poisoned = asyncio.Event()
         self._idle_seconds = idle_seconds
         self._most = most
+        self._most_of_one = most_of_one
         self._authentication = authentication or Authentication(LOCAL)
         self._openings = Openings(min(idle_seconds, FIRST_MESSAGE_SECONDS))
         self._standard = StandardCalls()
         # task of each call, which ends when the status is sent -> future that is done when the call's handler is
         self._open: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
+        self._calls_of: Counter[str] = Counter()  # number of open calls by principal
         self._ending = False
 
     async def intercept_service(
@@ -120,7 +125,7 @@ class CallTracker(grpc.aio.ServerInterceptor):
                 if own:
                     call.principal = self._authentication.principal(context)
                 call.first = await self._openings.first(context)
-                async with self._counted() if own else self._standard.counted(context.peer()):
+                async with self._counted(call.principal) if own else self._standard.counted(context.peer()):
                     await _answer(handler, call)
                 return
             except (Exception, asyncio.CancelledError) as error:
@@ -130,22 +135,27 @@ class CallTracker(grpc.aio.ServerInterceptor):
         return mapped
 
     @asynccontextmanager
-    async def _counted(self) -> AsyncGenerator[None]:
-        """Count the current call among the open calls, and refuse it above the limit."""
-        handled = self._begin()
+    async def _counted(self, principal: str | None) -> AsyncGenerator[None]:
+        """Count the current call among the open calls, and refuse it above the limits."""
+        handled = self._begin(principal)
         try:
             if self._most is not None and len(self._open) > self._most:
                 raise ServiceBusyError(f"{self._most} calls are open, which is the limit")
+            if principal and self._most_of_one is not None and self._calls_of[principal] > self._most_of_one:
+                raise ServiceBusyError(f"{self._most_of_one} calls of one principal are open, which is the limit")
             yield
         finally:
             handled.set_result(None)
 
-    def _begin(self) -> asyncio.Future[None]:
+    def _begin(self, principal: str | None) -> asyncio.Future[None]:
         """Register the current task, which is gRPC's own and ends when the status is sent."""
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = asyncio.get_running_loop().create_future()
         task.add_done_callback(self._open.pop)
+        if principal:
+            self._calls_of[principal] += 1
+            task.add_done_callback(lambda _: self._calls_of.subtract([principal]))
         if self._ending:
             task.cancel()
         return self._open[task]

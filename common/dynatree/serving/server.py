@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LIVENESS = "liveness"  # name of the health service that is SERVING as long as the process answers
 FREE_CALLS = 64  # additional calls that need no session, such as model information
+OTHERS_CALLS = FREE_CALLS // 2  # of these, the calls that one principal leaves to the others
 LAST_WORDS_SECONDS = 1.0  # for sending the last statuses
 # gRPC must not cancel calls itself: its `stop` returns before the cancelled handlers have ended (grpc/grpc issue
 # 37239), and these may still use the model.
@@ -56,9 +57,9 @@ class Server:
         Raises:
             StartupError: A file of the security settings cannot be read.
         """
-        self._calls = CallTracker(
-            idle_seconds, Authentication(security), None if most_calls is None else most_calls + FREE_CALLS
-        )
+        most = None if most_calls is None else most_calls + FREE_CALLS
+        most_of_one = None if most is None else most - OTHERS_CALLS
+        self._calls = CallTracker(idle_seconds, Authentication(security), most, most_of_one)
         self._security = security
         self._server = aio_server([self._calls], server_options())
         self._health = health.aio.HealthServicer()
@@ -114,10 +115,16 @@ class Server:
             for name in ("", *self._names):
                 await self._health.set(name, status)
 
-    async def wait(self, grace: float, ready: Callable[[], object] = lambda: None) -> None:
+    async def wait(
+        self,
+        grace: float,
+        ready: Callable[[], object] = lambda: None,
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Serve until SIGTERM or SIGINT, then report NOT_SERVING and give open calls `grace` seconds.
 
-        `ready` is called once the signal handlers are installed.
+        `ready` is called once the signal handlers are installed. `then` runs at the end, unless the device has failed;
+        further signals do not interrupt it.
 
         Raises:
             DeviceFailedError: The device has failed for good; all calls have been ended.
@@ -132,6 +139,8 @@ class Server:
                 each.cancel()
             log.info("shutting down, %d open calls", self._calls.open)
             await self.stop(0.0 if poisoned.is_set() else grace)
+            if then is not None and not poisoned.is_set():
+                await then()
             log.info("shut down")
         if poisoned.is_set():
             raise DeviceFailedError("the device has failed permanently; see the service's log")

@@ -111,11 +111,14 @@ async def serve(
             )
             ready = f"{source} for {replicas.target.info.name} on {started.server.address}"
             del drafting, source  # a reload frees the model
+
+            async def save() -> None:
+                await started.close()
+                if file is not None:
+                    await asyncio.to_thread(file.save, histories)  # no session uses them any more
+
             with on_hangup(started.reloader.ask):
-                await started.server.wait(operation.grace, lambda: announce_ready("draft", ready))
-            await started.close()
-            if file is not None:
-                await asyncio.to_thread(file.save, histories)  # no session uses them any more
+                await started.server.wait(operation.grace, lambda: announce_ready("draft", ready), save)
         finally:
             await replicas.close()
 

@@ -297,6 +297,40 @@ def test_several_sessions_levels_are_read_in_one_call(drafts: list[Engine], monk
     assert [(each.token_ids, each.parents) for each in together] == [(each.token_ids, each.parents) for each in alone]
 
 
+@pytest.mark.parametrize("ends", ["context", "slots"])
+def test_levels_of_a_call_fit_each_of_its_sessions(
+    drafts: list[Engine], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """A call reads as many levels for all sessions as the deepest one wants. Others may have no room for so many."""
+    model = EngineDraftModel(drafts[1])
+    drafter = Drafter(model, 16)  # so small a tree leaves few slots
+    policy = create_policy("fixed", {})
+    sessions = []
+    for size, levels in ((5, 8), (90, 3), (90, 3)):
+        session = drafter.open([5] * size, Sampling(), 2048, limit=92 if ends == "slots" else 200)
+        drafter.prefill(session, policy)
+        drafter.commit(session, [6])
+        session.levels = levels
+        sessions.append(session)
+    if ends == "context":
+        monkeypatch.setattr(model, "context_length", 94)
+    read, calls = Levels.read, []
+
+    def checked(self: Levels, wanted: Any, moves: Any) -> Any:
+        calls.append((self.sizes.levels, len(wanted)))
+        for each in wanted:
+            (session,) = (session for session in sessions if session.kv is each.segment.kv)
+            assert each.segment.stop + self.sizes.slots <= session.kv.size
+            assert len(session.committed) + self.sizes.levels <= model.context_length
+        return read(self, wanted, moves)
+
+    monkeypatch.setattr(Levels, "read", checked)
+    expansions = [next(drafter.growing(session, policy, 3, 16)) for session in sessions]
+    drafter.expand_all(expansions[:2])
+    drafter.expand_all(expansions[2:])
+    assert calls == [(8, 1), (2, 1)]
+
+
 def _finished(drafter: Drafter, growing: Any, spent: Any) -> TokenTree:
     try:
         while True:

@@ -290,6 +290,10 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, monkeypatch
         load_engine(ModelSettings(str(model), tensor_parallel=2, device="cuda:1"))
     with pytest.raises(StartupError, match="there is no model at"):
         load_engine(ModelSettings(str(tmp_path / "nope"), tensor_parallel=2))
+    with monkeypatch.context() as beside_a_gpu:
+        beside_a_gpu.setattr("torch.cuda.is_available", lambda: True)
+        with pytest.raises(StartupError, match="--device cpu would use this machine's GPUs; expected CUDA_VISIBLE_DEV"):
+            load_engine(ModelSettings(str(model), tensor_parallel=2, device="cpu"))
     for layers in (0, 1):
         with pytest.raises(StartupError, match="--tensor-parallel and --resident-layers cannot be combined"):
             load_engine(ModelSettings(str(model), tensor_parallel=2, resident_layers=layers))

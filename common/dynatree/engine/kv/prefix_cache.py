@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class PrefixCache:
         """
         prompt = tuple(prompt_ids[:-1])
         found = max(
-            (entry for entry in self._entries if entry.principal == principal),
+            (entry for entry in reversed(self._entries) if entry.principal == principal),  # of equals, the last used
             key=lambda entry: self._usable(entry, prompt),
             default=None,
         )
@@ -94,11 +95,13 @@ class PrefixCache:
 
         Compacting the KV cache would keep more entries, but it would delay every session.
         """
-        evicted: list[_Entry] = []
-        start = self._kv_cache.gap(slots)
-        while start is None and len(evicted) < len(self._entries):
-            evicted = self._entries[: len(evicted) + 1]
-            start = self._kv_cache.gap(slots, [entry.kv for entry in evicted])
+
+        def gap(count: int) -> int | None:
+            return self._kv_cache.gap(slots, {entry.kv for entry in self._entries[:count]})
+
+        # a gap that is there without some entries is there without more of them
+        count = bisect_left(range(len(self._entries) + 1), True, key=lambda count: gap(count) is not None)
+        start, evicted = gap(count), self._entries[:count]
         if start is not None:
             stop = start + slots
             evicted = [each for each in evicted if each.kv.start < stop and each.kv.start + each.kv.size > start]

@@ -102,7 +102,10 @@ def described(model: str) -> str:
     folder = folder_of(model)
     if folder is None or not folder.exists():
         return f"{model}, from the hub"
-    size = sum(path.stat().st_size for path in ([folder] if folder.is_file() else _weights(folder)))
+    files = [folder] if folder.is_file() else _weights(folder)
+    if not files or not all(path.exists() for path in files):  # an earlier download was interrupted
+        return f"{model}, from the hub"
+    size = sum(path.stat().st_size for path in files)
     if folder in (embedded.target_path(), embedded.draft_path()):
         name = embedded.NAME
     else:

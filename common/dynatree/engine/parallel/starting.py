@@ -44,10 +44,15 @@ def started_ranks(settings: ModelSettings, name: str) -> Ranks:
         config = text_config_of(whole)
     if unpacked_here(whole, chosen_device(settings.device)):
         raise StartupError(f"model {name} has quantised weights, which do not go together with --tensor-parallel")
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)  # models of recurrent layers alone have none, and no plan
     plan = getattr(config, "base_model_tp_plan", None)
     with explained(name, config):
         check_plan(config.model_type, plan, heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    if settings.device == "cpu" and torch.cuda.is_available():
+        raise StartupError(
+            "--tensor-parallel with --device cpu would use this machine's GPUs; expected CUDA_VISIBLE_DEVICES= in the "
+            "environment"
+        )
     devices = torch.cuda.device_count() if settings.device in ("auto", "cuda") and torch.cuda.is_available() else None
     if devices is not None and devices < size:
         raise StartupError(f"--tensor-parallel is {size}, but this machine has {devices} GPUs")

@@ -82,7 +82,9 @@ class EngineDraftModel:
 
         An engine that can read several levels at once may also read levels below the roots.
         """
-        below, seconds = self._read_below([each for each in expansions if self._reads_below(each)])
+        wishing = [each for each in expansions if self._reads_below(each)]
+        levels = max((each.session.levels for each in wishing), default=1) - 1  # of all sessions of a call
+        below, seconds = self._read_below([each for each in wishing if self._fits_below(each, levels)], levels)
         expansions = [each for each in expansions if each not in below]
         self._move()
         vocab_size = self._engine.info.vocab_size
@@ -144,12 +146,19 @@ class EngineDraftModel:
             and session.root.grammar is None
             and session.sampling.is_plain
             and (session.sampling.greedy or session.sampling.scheme is Scheme.GUMBEL)
-            and len(session.committed) + level_runner.most(session.levels - 1) <= self.context_length
-            and session.num_used + expansion.tokens + level_runner.slots(session.levels - 1) <= session.kv.size
         )
 
-    def _read_below(self, expansions: Sequence[Expansion]) -> tuple[Sequence[Expansion], float]:
-        """Read expansions and the levels below them; return the expansions that were read, and the seconds."""
+    def _fits_below(self, expansion: Expansion, levels: int) -> bool:
+        """Whether the context and the KV range of an expansion's session have room for so many levels below it."""
+        level_runner, session = self._engine.level_runner, expansion.session
+        assert level_runner is not None
+        return (
+            len(session.committed) + level_runner.most(levels) <= self.context_length
+            and session.num_used + expansion.tokens + level_runner.slots(levels) <= session.kv.size
+        )
+
+    def _read_below(self, expansions: Sequence[Expansion], levels: int) -> tuple[Sequence[Expansion], float]:
+        """Read expansions and `levels` levels below each; return the expansions that were read, and the seconds."""
         if not expansions:
             return (), 0.0
         vocab_size = self._engine.info.vocab_size
@@ -160,7 +169,6 @@ class EngineDraftModel:
             root = len(segment.token_ids) - len(each.nodes)
             choosing = Choosing([-1] * len(segment.token_ids), session.drafting.temperature, session.sampling.seed)
             wanted.append(LevelsWanted(segment, root, choosing, min(session.vocab_size, vocab_size)))
-        levels = max(each.session.levels for each in expansions) - 1
         started = time.perf_counter()
         read = self._engine.read_levels(wanted, levels, self._moves)
         seconds = time.perf_counter() - started
