@@ -21,6 +21,7 @@ from dynatree.common.errors import StartupError
 from dynatree.draft import serve_draft
 from dynatree.draft.growth.suffix_indexes import SuffixIndexes
 from dynatree.draft.reload.replay import MOST_TOKENS, RecentText, RecentTexts
+from dynatree.engine.model_thread import calls_left
 from dynatree.engine.settings import ModelSettings
 from tests.support.model_zoo import VOCAB_SIZE, save_noisy_copy, save_random_model
 from tests.support.other_tokenizers import save_renumbered, save_with_tokenizer
@@ -196,10 +197,14 @@ def test_a_model_with_another_tokenizer_is_matched_with_the_target_and_histories
         assert services.drafts.current.source is source
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_service_that_stops_does_not_wait_for_a_model_that_loads(
-    tmp_path: Path, target: Path, draft: Draft, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, draft: Draft, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """It may be killed before the model is loaded, and has the histories to save."""
+    """It may be killed before the model is loaded, and has the histories to save.
+
+    A model for a GPU loads on the old model's thread.
+    """
     begun, free = threading.Event(), threading.Event()
 
     def load(settings: ModelSettings) -> NoReturn:
@@ -207,11 +212,16 @@ def test_a_service_that_stops_does_not_wait_for_a_model_that_loads(
         free.wait()
         raise StartupError("too late")
 
-    with running_services(tmp_path, target, draft.path) as services:
-        monkeypatch.setattr(serve_draft, "load_engine", load)
-        services.reload()
-        begun.wait()
-    free.set()
+    try:
+        with running_services(tmp_path, target, draft.path) as services:
+            object.__setattr__(services.drafts.current.source.info, "device", device)
+            monkeypatch.setattr(serve_draft, "load_engine", load)
+            services.reload()
+            begun.wait()
+        assert calls_left()
+    finally:
+        free.set()
+    wait_until(lambda: not calls_left())
 
 
 def test_without_a_model_there_is_none_to_reload(

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -110,6 +111,31 @@ def test_silent_connections_hold_up_no_scrape_and_no_end(tmp_path: Path, monkeyp
         started = time.monotonic()
         end()
         assert time.monotonic() - started < 3.0
+
+
+def test_a_key_that_is_replaced_by_an_encrypted_one_holds_up_no_scrape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a password, OpenSSL would ask for one at the terminal of the service; the earlier key stays in force."""
+    monkeypatch.setattr(files, "LOOK_SECONDS", 0.0)
+    authority = Authority(tmp_path)
+    pair = authority.pair("server")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    end = serve_metrics(f"localhost:{port}", new_registry(), SecuritySettings(pair.certificate, pair.key))
+    try:
+        key = serialization.load_pem_private_key(pair.key.read_bytes(), None)
+        encrypted = serialization.BestAvailableEncryption(b"secret")
+        pair.key.write_bytes(
+            key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encrypted)
+        )
+        trusted = ssl.create_default_context(cafile=str(authority.file))
+        with urllib.request.urlopen(f"https://localhost:{port}/metrics", timeout=60.0, context=trusted) as response:
+            assert b"process_resident_memory_bytes" in response.read()
+    finally:
+        end()
+    assert "server.pem and server.key are not a certificate and its unencrypted key" in caplog.text
+    assert "pass phrase" not in capfd.readouterr().err
 
 
 @pytest.fixture(name="scraped")

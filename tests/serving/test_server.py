@@ -107,6 +107,37 @@ def test_a_call_that_a_stop_cancels_is_no_error_in_the_log(caplog):
     assert "CancelledError" not in caplog.text
 
 
+# A service that leaves a call, which never ends, or ends before the service does.
+LEAVING = """
+import asyncio, sys, threading
+from dynatree.engine.model_thread import ModelThread, calls_left
+from dynatree.serving.service_process import run_service
+
+async def serve():
+    thread, begun, free = ModelThread("left"), threading.Event(), threading.Event()
+    thread.run(lambda: (begun.set(), free.wait()))
+    begun.wait()
+    thread.shutdown(wait=False)
+    if sys.argv[1] == "ends":
+        free.set()
+        while calls_left():
+            await asyncio.sleep(0.001)
+    thread.shutdown()
+    print("served", end=" ")
+
+status = run_service(serve(), calls_left)
+print("returned")
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("call", "written"), [("stays", b"served "), ("ends", b"served returned\n")])
+def test_a_service_does_not_wait_for_calls_that_it_left(call, written):
+    """Python would join the threads of executors when the process ends."""
+    result = subprocess.run([sys.executable, "-c", LEAVING, call], stdout=subprocess.PIPE, timeout=120)
+    assert (result.returncode, result.stdout) == (0, written)
+
+
 class AcceleratorError(RuntimeError):
     """The error that torch raises when a kernel has made the device unusable."""
 

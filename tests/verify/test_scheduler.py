@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 import pytest
 
 from dynatree.common.decoding import Decoding
+from dynatree.common.errors import DeviceFailedError, NotFiniteError
 from dynatree.common.messages import VerifyTimings
 from dynatree.common.model_info import ForwardCost
 from dynatree.common.sampling import Sampling
@@ -15,6 +16,7 @@ from dynatree.common.tree import ROOT, DraftDistribution, TokenTree
 from dynatree.engine.kv.kv_range import KVRange
 from dynatree.replay.virtual_time import run_in_virtual_time
 from dynatree.verify.accept import Verdict
+from dynatree.verify.fault_watch import MOST_FAULTS, FaultWatch
 from dynatree.verify.hold import Ready, worth_waiting
 from dynatree.verify.pass_costs import PassCosts
 from dynatree.verify.pass_plan import admit, path_probs
@@ -118,6 +120,7 @@ class Target:
         self.breaking = set()
         self.failing = set()
         self.wrong = set()  # sessions whose trees are rejected
+        self.error = RuntimeError("no commit")  # of the failing sessions
 
     async def __call__(self, parts):
         await asyncio.sleep(self.costs.seconds(sum(part.rows for part in parts)))
@@ -128,7 +131,7 @@ class Target:
         for part in parts:
             part.session.read += part.prompt_tokens
             if part.session in self.failing:
-                verdicts.append(RuntimeError("no commit"))
+                verdicts.append(self.error)
                 continue
             if part.session.unread:
                 verdicts.append(None)
@@ -337,6 +340,31 @@ def test_a_commit_that_fails_is_its_sessions_own_and_nobodys_round_runs_twice():
         assert [session.length for session in sessions] == [6, 5, 6]
 
     run_in_virtual_time(scenario())
+
+
+def test_no_part_runs_twice_because_a_trial_of_the_device_fails():
+    """The pass has committed when the trial begins: another session has read a piece of its prompt."""
+    target = Target(STEEP)
+    target.error = NotFiniteError()
+
+    async def trial():
+        raise MemoryError("no room for a trial")
+
+    async def scenario():
+        watch = FaultWatch(lambda faults: None, trial)
+        scheduler = Scheduler(watch.over(target), STEEP, 64)
+        sessions = [session_of(4) for _ in range(MOST_FAULTS)]
+        await asyncio.gather(*(scheduler.prefill(session) for session in sessions))
+        target.failing = set(sessions)
+        trees = [scheduler.verify(session, TokenTree()) for session in sessions]
+        *failed, commit = await asyncio.gather(*trees, scheduler.prefill(session_of(900)), return_exceptions=True)
+        assert all(isinstance(error, DeviceFailedError) for error in failed)
+        assert commit.token_ids == (7,)
+
+    run_in_virtual_time(scenario())
+    assert max(len(parts) for parts in target.passes) == MOST_FAULTS + 1
+    run = Counter(id(part) for parts in target.passes for part in parts)
+    assert set(run.values()) == {1}
 
 
 def test_each_pays_for_what_the_pass_took_longer_because_of_it():

@@ -231,7 +231,7 @@ def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | 
 
     def read() -> ssl.SSLContext:
         check_certificates((certificate, key), None)  # loading an invalid pair would leave the context without any
-        context.load_cert_chain(certificate, key)  # takes effect at the next connection
+        context.load_cert_chain(certificate, key, password="")  # takes effect at the next connection; never prompts
         return context
 
     try:

@@ -11,6 +11,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LEFT: set[ModelThread] = set()  # threads that still have calls to run, and that nobody waits for
+
 
 class ModelThread:
     """Runs calls one after another, in the order in which they were submitted.
@@ -61,5 +63,16 @@ class ModelThread:
         self._unfinished -= 1
 
     def shutdown(self, *, wait: bool = True) -> None:
-        """Finish all submitted calls, then end the thread; `wait` for it, or let it end later."""
-        self._executor.shutdown(wait)
+        """Finish all submitted calls, then end the thread; `wait` for it, or leave it to end later.
+
+        A thread that was left is not waited for by a later `shutdown` either.
+        """
+        if not wait:
+            _LEFT.add(self)
+            self._executor.submit(_LEFT.discard, self)  # the last call
+        self._executor.shutdown(wait and self not in _LEFT)
+
+
+def calls_left() -> bool:
+    """Whether calls still run on threads that were left, for which Python itself would wait when the process ends."""
+    return bool(_LEFT)

@@ -28,6 +28,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dynatree.common.errors import StartupError
+from dynatree.serving.certificates import check_certificates
 from dynatree.serving.files import Reloaded, failed_reloads
 from dynatree.serving.security import SecuritySettings
 
@@ -205,8 +206,9 @@ def _reloaded_context(security: SecuritySettings) -> Reloaded[ssl.SSLContext] | 
         return None
 
     def read() -> ssl.SSLContext:
+        check_certificates((certificate, key), None)  # its error says which files are wrong, and how
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, password="")  # a key encrypted since then must not prompt either
         return context
 
     return Reloaded([certificate, key], read)

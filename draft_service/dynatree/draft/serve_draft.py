@@ -23,7 +23,7 @@ from dynatree.draft.text.translation import Translation
 from dynatree.engine.engine import Engine
 from dynatree.engine.kv.prefix_cache import PrefixCache
 from dynatree.engine.loading import load_engine, with_forward_costs
-from dynatree.engine.model_thread import ModelThread
+from dynatree.engine.model_thread import ModelThread, calls_left
 from dynatree.engine.shared_cores import HalfTheThreads, SharedCores
 from dynatree.engine.timing import choose_threads
 from dynatree.serving.service_process import run_service
@@ -35,7 +35,7 @@ MEASURED_ROWS = 6  # typical number of rows in a level of a tree
 
 def run(settings: DraftSettings) -> int:
     """Serve until a signal, and return the exit status."""
-    return run_service(serve(settings))
+    return run_service(serve(settings), calls_left)
 
 
 async def serve(settings: DraftSettings) -> None:

@@ -159,10 +159,11 @@ class Verifier:
         kv, _ = self._cache.reserve(1, (), "")
         if kv is None:
             return True
-        logits = self.engine.forward([Segment(kv, 0, [0], [0])])[0]
-        sound = not kv.broken and choose(logits, [0], Sampling()) != [NOT_CHOSEN]
-        self._cache.release(kv, (), "")
-        return sound
+        try:
+            logits = self.engine.forward([Segment(kv, 0, [0], [0])])[0]
+            return not kv.broken and choose(logits, [0], Sampling()) != [NOT_CHOSEN]
+        finally:
+            self._cache.release(kv, (), "")
 
     def _held(self, session: VerifySession) -> int:
         """Return how many of a session's first tokens the prefix cache may keep."""

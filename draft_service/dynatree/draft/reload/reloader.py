@@ -74,7 +74,6 @@ class Reloader:
         # Loading on another thread lets the old model go on, but two threads must not capture and use one GPU.
         # transformers changes torch's default dtype while it builds a model; only the old one's proposals may differ.
         thread = ModelThread("draft-model") if old.source.info.device == "cpu" else old.thread
-        wait = True
         try:
             new = await self._loaded(old, thread)
             new.replicas.rebuild_with(new.source.build_target)
@@ -83,7 +82,7 @@ class Reloader:
             self._count("taken")
             await unused
         except asyncio.CancelledError:
-            wait = False  # a service that stops does not wait for a model that loads
+            thread.shutdown(wait=False)  # a service that stops does not wait for a model that loads
             raise
         except Exception as error:
             expected = isinstance(error, (StartupError, ServiceError))
@@ -91,7 +90,7 @@ class Reloader:
             self._count("refused")
         finally:
             for ended in {old.thread, thread} - {self._drafts.current.thread}:
-                ended.shutdown(wait=wait)
+                ended.shutdown()
 
     async def _loaded(self, old: Backend, thread: ModelThread) -> Backend:
         """Load the new model, measure it, and compare it with the old one.
