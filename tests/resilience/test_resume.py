@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from dynatree.common.tree import TokenTree
 from dynatree.draft.target.remote_session import PATIENCE
 from dynatree.draft.target.verify_client import VerifyStream
 from dynatree.engine.cpu import native
+from dynatree.engine.grammar.state import GrammarState
 from dynatree.serving import healthcheck
 from dynatree.v1 import draft_pb2, draft_pb2_grpc, tree_pb2, verify_pb2, verify_pb2_grpc
 from tests.campaigns.recurrent_matrix import saved_pair
@@ -122,6 +124,46 @@ def test_the_first_message_says_what_is_needed_to_resume(stub: draft_pb2_grpc.Dr
     assert first[0].started.prompt_ids
     assert first[0].started.seed
     assert sum(response.HasField("started") for response in responses) == 2
+
+
+def under_a_grammar(**resume: Any) -> draft_pb2.GenerateRequest:
+    grammar = tree_pb2.Grammar(kind=tree_pb2.GRAMMAR_KIND_REGEX, text="[a-z ]{40}")
+    return request_for("two", grammar=grammar, ignore_eos=False, resume=draft_pb2.Resume(**resume))
+
+
+def test_received_tokens_are_followed_through_a_grammar_once_and_not_on_the_event_loop(
+    stub: draft_pb2_grpc.DraftServiceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a mask over the vocabulary. The second completion of the call begins before the first token."""
+    whole = list(stub.Generate(under_a_grammar(), timeout=30.0))
+    tokens = [received(whole, index)[1] for index in (0, 1)]
+    assert tokens[0] != tokens[1]
+    on_loop: list[int] = []
+    while_reading: list[int] = []
+    after = GrammarState.after
+
+    def noted(state: GrammarState, token: int) -> GrammarState | None:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            on_loop.append(token)
+        if threading.current_thread().name.startswith("tokenizer"):
+            while_reading.append(token)
+        return after(state, token)
+
+    monkeypatch.setattr(GrammarState, "after", noted)
+    rest = list(stub.Generate(under_a_grammar(token_ids=tokens[0][:8]), timeout=30.0))
+    assert [received(rest, index)[1] for index in (0, 1)] == [tokens[0][8:], tokens[1]]
+    assert (on_loop, while_reading) == ([], tokens[0][:8])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_received_tokens_that_do_not_follow_the_grammar(stub: draft_pb2_grpc.DraftServiceStub, index: int) -> None:
+    tokens = received(list(stub.Generate(under_a_grammar(), timeout=30.0)), index)[1]
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(under_a_grammar(index=index, token_ids=[*tokens[:4], 0, *tokens[4:8]]), timeout=30.0))
+    error: Any = refused.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith("resume.token_ids do not follow the grammar")
 
 
 # The verify service

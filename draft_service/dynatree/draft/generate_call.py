@@ -31,13 +31,47 @@ MAX_COMPLETIONS = 64
 
 
 @dataclass(frozen=True)
+class CallGrammar:
+    """The states of a call's grammar in which its completions begin.
+
+    Attributes:
+        start: The state before the first token.
+        resumed: The state after what the client already has of the first completion to make; None if that does not
+            follow the grammar.
+    """
+
+    start: GrammarState
+    resumed: GrammarState | None
+
+    @classmethod
+    def following(cls, start: GrammarState, token_ids: Sequence[int]) -> Self:
+        """Follow a completion's received tokens. Each costs a mask over the vocabulary, so call it off the event loop.
+
+        The last one may be an end token that only the target has. The verify service, which knows it, checks it.
+        """
+        before = start.after_all(token_ids[:-1])
+        return cls(start, before and (before.after_all(token_ids[-1:]) or before))
+
+    def before(self, *, resumed: bool) -> GrammarState:
+        """Return the state in which a completion begins, which may be the `resumed` one.
+
+        Raises:
+            InvalidArgumentError: The received tokens do not follow the grammar.
+        """
+        state = self.resumed if resumed else self.start
+        if state is None:
+            raise InvalidArgumentError("resume.token_ids do not follow the grammar")
+        return state
+
+
+@dataclass(frozen=True)
 class GenerateCall:
     """One call of Generate, from which the request of each completion is built once its target is known.
 
     Attributes:
         message: The call's message.
         prompt_ids: The prompt.
-        grammar: State of the grammar before the first token; None allows any text.
+        grammar: The grammar; None allows any text.
         special_ids: The ids of the special tokens among the stop strings.
         default_policy: The policy of requests that name none.
         has_model: Whether the service has a draft model.
@@ -51,7 +85,7 @@ class GenerateCall:
 
     message: draft_pb2.GenerateRequest
     prompt_ids: tuple[int, ...]
-    grammar: GrammarState | None
+    grammar: CallGrammar | None
     special_ids: tuple[int, ...]
     default_policy: DefaultPolicy
     has_model: bool
@@ -68,21 +102,16 @@ class GenerateCall:
         message: draft_pb2.GenerateRequest,
         prompt_ids: tuple[int, ...],
         *,
-        grammar: GrammarState | None,
+        received: Received,
+        grammar: CallGrammar | None,
         special_ids: tuple[int, ...],
         default_policy: DefaultPolicy,
         has_model: bool,
-        context_length: int,
         principal: str,
         recalls: bool,
         request_id: str,
     ) -> Self:
-        """Read a message that `check_message` has passed; `context_length` is the target's.
-
-        Raises:
-            ServiceError: The part that the client already has is invalid or out of range.
-        """
-        received = _received(message, context_length)
+        """Read a message that `check_message` has passed."""
         seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(63)
         first = message.resume.index
         return cls(
@@ -130,9 +159,7 @@ class GenerateCall:
         check_token_ids(received.token_ids, info.vocab_size, "resume.token_ids")
         prompt_log_probs = decoding.prompt_log_probs and self.begins and index == self.first
         check_log_probs(decoding.top_log_probs, len(prompt_ids) if prompt_log_probs else 0)
-        grammar = self.grammar and _after_received(self.grammar, received.token_ids)
-        if self.grammar is not None and grammar is None:
-            raise InvalidArgumentError("resume.token_ids do not follow the grammar")
+        grammar = None if self.grammar is None else self.grammar.before(resumed=index == self.first)
         policy = self._policy(decoding.sampling, target)
         # what such a policy has learnt may depend on the noise of this seed
         learnt = decoding.sampling.residual and policy.learns_from_others
@@ -206,12 +233,12 @@ def check_message(message: draft_pb2.GenerateRequest) -> None:
     _check_stop(message.stop)
 
 
-def _completions(message: draft_pb2.GenerateRequest) -> int:
-    return message.n if message.HasField("n") else 1
+def received_from_pb(message: draft_pb2.GenerateRequest, context_length: int) -> Received:
+    """Return the part of the first completion to make that the client already has; the context is the target's.
 
-
-def _received(message: draft_pb2.GenerateRequest, context_length: int) -> Received:
-    """Return the part of the first completion to make that the client already has."""
+    Raises:
+        ServiceError: The part is invalid or out of range.
+    """
     resume, count = message.resume, _completions(message)
     if resume.index >= count:
         raise InvalidArgumentError(f"resume.index is {resume.index}, expected a number below n, {count}")
@@ -222,20 +249,13 @@ def _received(message: draft_pb2.GenerateRequest, context_length: int) -> Receiv
     return Received(tuple(resume.token_ids), resume.characters, resume.round)
 
 
+def _completions(message: draft_pb2.GenerateRequest) -> int:
+    return message.n if message.HasField("n") else 1
+
+
 def _check_stop(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidArgumentError(f"{len(stops)} stop strings, at most {MAX_STOP_STRINGS} are accepted")
     for index, stop in enumerate(stops):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise InvalidArgumentError(f"stop[{index}] has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}")
-
-
-def _after_received(grammar: GrammarState, token_ids: Sequence[int]) -> GrammarState | None:
-    """Return the grammar's state after a completion's received tokens; None if they do not follow it.
-
-    The last one may be an end token that only the target has. The verify service, which knows it, checks it.
-    """
-    if not token_ids:
-        return grammar
-    state = grammar.after_all(token_ids[:-1])
-    return state and (state.after(token_ids[-1]) or state)

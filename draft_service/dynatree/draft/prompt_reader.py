@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from dynatree.common.errors import InvalidArgumentError
 from dynatree.common.model_info import ModelInfo, token_limit
 from dynatree.common.wire import grammar_from_pb
+from dynatree.draft.generate_call import CallGrammar
 from dynatree.draft.text.prompt_text import PromptText, decoded, written
 from dynatree.draft.text.prompts import Message, PromptEncoder
 from dynatree.draft.text.tokenizer_thread import TokenizerThread
 from dynatree.engine.grammar.compiler import GrammarCompiler
-from dynatree.engine.grammar.state import GrammarState
 from dynatree.engine.model.vocabulary import token_bytes
 from dynatree.v1 import draft_pb2
 
@@ -117,8 +117,10 @@ class PromptReader:
         size = sum(len(text.encode()) for text in _all_texts(message))
         return await self._thread.run(principal, size, partial(encode, special_tokens=message.special_tokens))
 
-    async def grammar(self, message: draft_pb2.GenerateRequest, principal: str) -> GrammarState | None:
-        """Compile the message's grammar; None if it has none.
+    async def grammar(
+        self, message: draft_pb2.GenerateRequest, received_ids: Sequence[int], principal: str
+    ) -> CallGrammar | None:
+        """Compile the message's grammar, and follow it through a completion's received tokens; None if it has none.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, too long, too complex or not supported.
@@ -126,7 +128,10 @@ class PromptReader:
         if not message.HasField("grammar"):
             return None
         grammar = grammar_from_pb(message.grammar)
-        return await self._thread.run(principal, len(grammar.text.encode()), partial(self._grammars.state, grammar))
+        size = len(grammar.text.encode()) + ID_BYTES * len(received_ids)
+        return await self._thread.run(
+            principal, size, lambda: CallGrammar.following(self._grammars.state(grammar), received_ids)
+        )
 
     async def prompt_text(
         self, message: draft_pb2.GenerateRequest, prompt_ids: tuple[int, ...], principal: str

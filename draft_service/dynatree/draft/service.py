@@ -15,7 +15,7 @@ from dynatree.common.tree import check_token_ids
 from dynatree.common.wire import model_info_to_pb
 from dynatree.draft.completion.generation import NOTHING_RECEIVED, Backend, Chunk, Completed
 from dynatree.draft.completion.opening import open_generation
-from dynatree.draft.generate_call import GenerateCall, check_message
+from dynatree.draft.generate_call import GenerateCall, check_message, received_from_pb
 from dynatree.draft.metrics import DraftMetrics
 from dynatree.draft.policies import policy_names
 from dynatree.draft.prompt_reader import PromptReader
@@ -149,14 +149,15 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         if request.WhichOneof("prompt") != "token_ids":
             self._admission.check(principal, self._prompts.least_tokens(request), context.time_remaining())
         prompt_ids = await self._prompts.prompt_ids(request, target.info, principal)
+        received = received_from_pb(request, target.info.context_length)
         call = GenerateCall.from_pb(
             request,
             prompt_ids,
-            grammar=await self._prompts.grammar(request, principal),
+            received=received,
+            grammar=await self._prompts.grammar(request, received.token_ids, principal),
             special_ids=self._prompts.special_ids(request.stop),
             default_policy=self._default_policy,
             has_model=backend.source.has_model,
-            context_length=target.info.context_length,
             principal=principal,
             # a trace shows candidates, so it shows earlier completions only to a principal that proved who it is
             recalls=context.principal is not None or not request.trace,

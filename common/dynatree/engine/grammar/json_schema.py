@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dynatree.common.errors import GrammarError
+from dynatree.common.valid_unicode import check_unicode
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their values are schemas
 _DATA = ("const", "enum", "default", "examples")  # their values are no schemas
@@ -36,9 +38,10 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema for llguidance whose texts are all valid under the original schema.
 
     Raises:
-        GrammarError: The schema has a keyword or a value that llguidance would not follow.
+        GrammarError: The schema has a keyword or a value that llguidance would not follow, or is not valid Unicode.
         RecursionError: It is nested too deeply.
     """
+    check_unicode("the JSON schema", json.dumps(schema, ensure_ascii=False), GrammarError)
     out = _followed(schema)
     schemas = [*_schemas_in(out)]
     while _narrow(schemas):  # a bound that has moved is no integer, so its opposite ones may have to move too

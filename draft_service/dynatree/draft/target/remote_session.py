@@ -93,7 +93,7 @@ class RemoteSession:
         replica: The verify service to open the session on.
         request: The request for the session.
         timeout: Seconds until the client's deadline; None: no deadline.
-        resume_seconds: Longest time without a verify service; with 0, losing the service fails the session.
+        resume_seconds: Longest time without a verify service; with 0, losing the service fails an open session.
         patience: When a silent service counts as lost.
         metadata: gRPC metadata of the streams: the request's id and its trace.
 
@@ -158,7 +158,7 @@ class RemoteSession:
         try:
             opened = await self._open_on(self._replica)
         except (PeerUnavailableError, PeerFailedError, ServiceBusyError) as failure:
-            opened = await self._again(failure)
+            opened = await self._again(failure, opening=True)
         if opened.target.context_length != like.context_length:
             raise TargetChangedError
         decoding = self._request.decoding
@@ -236,22 +236,24 @@ class RemoteSession:
             resumed=True,
         )
 
-    async def _again(self, failure: ServiceError) -> SessionOpened:
+    async def _again(self, failure: ServiceError, *, opening: bool = False) -> SessionOpened:
         """Try other services one after the other until one accepts the session or the time is over.
 
+        At its `opening`, the session has lost nothing, so each ready service is tried once, however short the time is.
         If no service has room, a new session is refused, and a resumed session waits.
         """
-        until = time.monotonic() + self._window
-        if self._until is not None:
-            until = min(until, self._until)
+        deadline = math.inf if self._until is None else self._until
+        over = min(time.monotonic() + self._window, deadline)
+        until = deadline if opening else over
         avoid = {self._replica}
-        while (left := until - time.monotonic()) > 0:
+        while time.monotonic() < until:
             replica = self._other(avoid)
             if replica is None:
                 if isinstance(failure, ServiceBusyError) and not self._request.generated:
                     break
+                until = over
                 avoid.clear()  # a service may be back, or have room again
-                await self._replicas.changed(min(PAUSE_SECONDS, left))
+                await self._replicas.changed(min(PAUSE_SECONDS, until - time.monotonic()))
                 continue
             try:
                 return await self._open_on(replica)

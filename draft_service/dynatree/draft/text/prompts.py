@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.valid_unicode import check_unicode
 from dynatree.draft.text.hidden_names import HiddenNames, renamed
 from dynatree.draft.text.prompt_text import decoded
 from dynatree.draft.text.tools import (
@@ -49,7 +50,7 @@ class Message:
         """The message in the form that chat templates expect.
 
         Raises:
-            InvalidArgumentError: The calls are not a JSON array of objects.
+            InvalidArgumentError: The calls are not a JSON array of objects, or not valid Unicode.
         """
         fields: Fields = {"role": self.role, "content": self.content}
         optional = {"name": self.name, "tool_calls": parsed("tool_calls", self.tool_calls)}
@@ -117,7 +118,8 @@ class PromptEncoder:
 
         Raises:
             InvalidArgumentError: There is no message, the tokenizer has no template, the template refuses the messages,
-                the functions or calls are not JSON arrays of objects, or a variable has a name of the service's own.
+                the functions or calls are not JSON arrays of objects, a variable has a name of the service's own, or
+                a text is not valid Unicode.
         """
         if not messages:
             raise InvalidArgumentError("the chat has no messages; expected at least one")
@@ -151,6 +153,7 @@ class PromptEncoder:
                 raise InvalidArgumentError(words) from error
             raise InvalidArgumentError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(rendered, str)
+        check_unicode("what the chat template writes", rendered)
         return tuple(self._encoded(rendered, hidden))
 
     def _encoded(self, rendered: str, hidden: HiddenNames | None) -> Sequence[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynatree.common.errors import InvalidArgumentError
+from dynatree.common.valid_unicode import check_unicode
 
 # What may stand in a template between two texts that it writes one after the other.
 _JOINT = r"""(?:\\n|[\s'"{}+~-])*"""
@@ -47,7 +48,7 @@ def parsed(name: str, text: str) -> list[Any]:
     """Return the objects of a JSON array; none if the text is empty.
 
     Raises:
-        InvalidArgumentError: The text is not a JSON array of objects.
+        InvalidArgumentError: The text is not a JSON array of objects, or not valid Unicode.
     """
     values = _loaded(name, text) if text else []
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
@@ -59,7 +60,7 @@ def parsed_object(name: str, text: str) -> Fields:
     """Return a JSON object; an empty one if the text is empty.
 
     Raises:
-        InvalidArgumentError: The text is not a JSON object.
+        InvalidArgumentError: The text is not a JSON object, or not valid Unicode.
     """
     value = _loaded(name, text) if text else {}
     if not isinstance(value, dict):
@@ -69,9 +70,12 @@ def parsed_object(name: str, text: str) -> Fields:
 
 def _loaded(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        spelt = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{name} is not valid JSON: {error}") from error
+    check_unicode(name, spelt)
+    return value
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:
