@@ -115,7 +115,8 @@ def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_order(name: str) -> No
         starting = [interrupted(name, moment, verify, after=" INFO ") for moment in (0.0, 0.5)]
         ends = [*starting, interrupted(name, None, verify)]
     assert [end for end in ends if not end.good] == []
-    assert [end.status for end in ends] == [130, 130, 0]
+    assert [end.status for end in ends] == [0 if end.ready else 130 for end in ends]
+    assert [end.ready for end in (ends[0], ends[2])] == [False, True]  # a fast machine may be ready after half a second
 
 
 def test_a_target_alone(tmp_path: Path) -> None:

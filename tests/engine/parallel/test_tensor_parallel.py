@@ -69,7 +69,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
         [follower] = children(started[1])
         for policy in policy_names():
             assert tokens(client, policy) == plain, policy
-    assert not is_running(follower)
+    wait_until(lambda: not is_running(follower))
 
 
 @pytest.mark.long
@@ -103,7 +103,7 @@ def test_followers_end_with_the_service(
     finally:
         process.send_signal(number)
     process.wait(20)
-    wait_until(lambda: not is_running(follower), 3.0)
+    wait_until(lambda: not is_running(follower))
     assert "Traceback" not in log.read_text()
     assert "rank 1" not in log.read_text()
     assert list(tmp_path.glob("dynatree-ranks-*")) == []
@@ -155,7 +155,7 @@ from dynatree.engine.settings import ModelSettings
 from dynatree.engine.parallel import ranks
 from dynatree.engine.forward.segment import Segment
 
-ranks.SLOW_SECONDS, ranks.STANDSTILL_SECONDS = 2.0, 4.0
+ranks.SLOW_SECONDS, ranks.STANDSTILL_SECONDS = 2.0, 8.0
 engine = load_engine(ModelSettings(sys.argv[1], sessions=1, device="cpu", tensor_parallel=2))
 kv = engine.kv_cache.reserve(20)
 
@@ -224,8 +224,8 @@ def test_a_rank_that_stands_still_ends_the_process_with_a_line(tmp_path: Path) -
     assert done.returncode == EX_SOFTWARE, done
     lines = done.stderr.splitlines()
     assert "a forward pass has taken 2 s; a rank of the model may hang" in lines
-    assert "a rank of the model has hung for 4 s, so the service ends" in lines
-    assert not is_running(int(done.stdout))
+    assert "a rank of the model has hung for 8 s, so the service ends" in lines
+    wait_until(lambda: not is_running(int(done.stdout)))
 
 
 @pytest.mark.long
