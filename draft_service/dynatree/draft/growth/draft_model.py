@@ -149,7 +149,7 @@ class EngineDraftModel:
         )
 
     def _fits_below(self, expansion: Expansion, levels: int) -> bool:
-        """Whether the context and the KV range of an expansion's session have room for so many levels below it."""
+        """Whether a session has room for `levels` levels below an expansion, in its context and in its KV range."""
         level_runner, session = self._engine.level_runner, expansion.session
         assert level_runner is not None
         return (
